@@ -1,0 +1,47 @@
+"""Run the notebooks in place: their stored outputs are what `pytest --nbval` compares with.
+
+`python -m kvshot_book.refresh [NAME ...]`; a second run that changes nothing leaves no diff.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from kvshot.errors import KvshotError
+from kvshot.fileio import atomic_file
+from kvshot_book.kernel import NOTEBOOK_METADATA, kernel_config, set_kernel_environment
+from kvshot_book.plan import ROOT, load_plan
+
+
+def refresh(path: Path) -> None:
+    """Execute one notebook with its own default parameters and store outputs without volatile metadata."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, kernel_name="python3", timeout=600, record_timing=False, config=kernel_config(),
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
+    notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
+    with atomic_file(path) as tmp:
+        tmp.write_text(nbformat.writes(notebook) + "\n", encoding="utf8")
+
+
+def main(names: list[str], root: Path = ROOT) -> None:
+    set_kernel_environment(root)
+    sources = {page.name: page.source for page in load_plan(root)}
+    unknown = sorted(set(names) - set(sources))
+    if unknown:
+        raise KvshotError(f"no such notebook: {', '.join(unknown)}: choose from {', '.join(sources)}")
+    for name in names or sources:
+        print(f"{name} ...", flush=True)
+        refresh(sources[name])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KvshotError as err:
+        sys.exit(f"error: {err}")

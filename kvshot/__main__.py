@@ -1,0 +1,3 @@
+from kvshot.cli import main
+
+main()

@@ -1,0 +1,230 @@
+"""The command line: `kvshot data|capture|train|evaluate|show`. What a user can mend is one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvshot.errors import KvshotError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Drafters for long-range speculative decoding: data, capture, training, evaluation.")
+data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look at.")
+app.add_typer(data, name="data")
+console = Console()
+
+ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke or laptop")]
+TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
+DeviceOption = Annotated[Optional[str], typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]  # noqa: UP045
+
+
+class OnBad(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
+def main() -> None:
+    """Run the command line; KvshotError becomes one line on stderr and exit code 2."""
+    if sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        from kvshot.data.synthesize import MALLOC
+
+        # glibc reads these when a process starts: start again, with them (page faults cost a CPU run up to 3x)
+        os.environ.update({k: os.environ.get(k, v) for k, v in MALLOC.items()})
+        os.execv(sys.executable, [sys.executable, "-m", "kvshot", *sys.argv[1:]])
+    try:
+        app()
+    except KvshotError as err:
+        print(f"kvshot: {err}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("kvshot: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+@data.command()
+def synthesize(
+    out: Annotated[Path, typer.Argument(help="folder for the data set (parts of an unfinished run in OUT/parts)")],
+    target: TargetOption = "smollm2-135m",
+    answer_tokens: Annotated[int, typer.Option(min=1, help="stop when this many answer tokens were kept")] = 100_000,
+    temperature: Annotated[float, typer.Option(min=0, help="of the answers; 0 is greedy")] = 0.7,
+    max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    seed: int = 0,
+    workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
+    held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a third more choose checkpoints")] = 300,
+) -> None:
+    """Let the target write its own conversations, filter and split them."""
+    from kvshot.data.synthesize import Recipe, synthesize_corpus
+
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    corpus, report = synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out)
+    console.print(f"{report}")
+    for info in corpus.info.splits.values():
+        console.print(f"{out / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+
+
+@data.command()
+def preview(
+    file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
+    target: TargetOption = "smollm2-135m",
+    n: Annotated[int, typer.Option("-n", min=1, help="how many conversations")] = 1,
+    on_bad: OnBad = OnBad.refuse,
+) -> None:
+    """Show which tokens a drafter would be trained on."""
+    from kvshot.data import encode, read_conversations
+    from kvshot.data import preview as show_tokens
+    from kvshot.targets import load_target
+
+    report = read_conversations(file, on_bad=on_bad.value)
+    _print_bad(report.bad)
+    tokenizer = load_target(target).tokenizer
+    for conversation in report.conversations[:n]:
+        console.print(show_tokens(tokenizer, encode(tokenizer, conversation)))
+
+
+@data.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
+    out: Annotated[Path, typer.Argument(help="messages JSONL to write, .xz and .gz compress")],
+    on_bad: OnBad = OnBad.refuse,
+) -> None:
+    """Read any known format, write messages JSONL."""
+    from kvshot.data import read_conversations, write_conversations
+
+    report = read_conversations(file, on_bad=on_bad.value)
+    _print_bad(report.bad)
+    write_conversations(out, report.conversations)
+    console.print(f"{out}: {len(report.conversations)} conversations")
+
+
+def _print_bad(bad: list[tuple[int, str]]) -> None:
+    for line, reason in bad:
+        print(f"skipped line {line}: {reason}", file=sys.stderr)
+
+
+@data.command()
+def answer(
+    prompts: Annotated[str, typer.Argument(help="'human-eval', or a file of conversations that end with a user turn")],
+    out: Annotated[Path, typer.Argument(help="messages JSONL to write; parts of an unfinished run in OUT.parts")],
+    target: TargetOption = "smollm2-135m",
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
+    max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    workers: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
+) -> None:
+    """Let the target answer given prompts (regenerated answers, as in the paper's Table 4)."""
+    from kvshot.data import human_eval_prompts, read_conversations, write_conversations
+    from kvshot.data.synthesize import Recipe
+    from kvshot.data.synthesize import answer as let_answer
+
+    given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
+    recipe = Recipe(target=target, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    kept, report = let_answer(recipe, out.with_name(out.name + ".parts"), given, workers=workers)
+    write_conversations(out, kept)
+    console.print(f"{report}\n{out}: {len(kept)} conversations")
+
+
+@app.command()
+def capture(profile: ProfileOption = "laptop", device: DeviceOption = None) -> None:
+    """Run the target once over the profile's data and keep its states (in the cache, by content)."""
+    bench = _bench(profile, device)
+    for name in bench.conversations:
+        store = bench.store(name)
+        console.print(f"{store.folder}: {len(store)} sequences, {store.n_tokens} tokens")
+
+
+@app.command()
+def train(
+    experiment: Annotated[str, typer.Argument(help="eagle3")],
+    profile: ProfileOption = "laptop",
+    out: Annotated[Optional[Path], typer.Option(help="folder of the run; the same folder resumes it")] = None,  # noqa: UP045
+    steps: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
+    lr: Annotated[Optional[float], typer.Option(min=0)] = None,  # noqa: UP045
+    seed: int = 0,
+    device: DeviceOption = None,
+) -> None:
+    """Train an experiment's drafter, evaluate the best checkpoint, write the record."""
+    from kvshot.experiments.run import run
+
+    bench = _bench(profile, device)
+    given = {"steps": steps, "lr": lr, "seed": seed}
+    config = bench.profile.train.model_copy(update={k: v for k, v in given.items() if v is not None})
+    out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
+    record = run(bench, experiment, out, config, out / "record.json")
+    show_record(record)
+    console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a drafter")],
+    profile: ProfileOption = "laptop",
+    steps: Annotated[int, typer.Option("-k", min=1, help="draft steps K")] = 7,
+    device: DeviceOption = None,
+) -> None:
+    """Step-wise acceptance of a checkpoint on the profile's held-out data."""
+    from kvshot.experiments.run import evaluate as measure
+
+    _, domains = measure(_bench(profile, device), checkpoint, steps)
+    for name, domain in domains.items():
+        console.print(_table(name, domain))
+
+
+@app.command()
+def show(records: Annotated[list[Path], typer.Argument(help="record files, or folders of them")]) -> None:
+    """Print run records."""
+    from kvshot.experiments import RunRecord, load_records
+
+    for path in records:
+        for record in load_records(path) if path.is_dir() else [RunRecord.load(path)]:
+            show_record(record)
+
+
+def show_record(record) -> None:
+    """Print what a record measured, per domain, and how it was trained."""
+    console.print(f"[bold]{record.experiment}[/] on {record.target.name} ({record.profile}), kvshot "
+                  f"{record.code.version}, {record.created:%Y-%m-%d}, {record.machine.device}")
+    if record.training:
+        t = record.training
+        console.print(f"{t.steps} steps, {t.tokens_seen:,} tokens seen in {t.wall_seconds:.0f} s "
+                      f"({t.tokens_per_second:,.0f} tokens/s), seed {t.seed}, learning rate {t.lr}")
+    for name, domain in record.evaluation.items():
+        console.print(_table(name, domain))
+
+
+def _table(name: str, domain) -> Table:
+    steps = domain.drafter.steps
+    table = Table(title=f"{name}: {domain.drafter.n_conversations} conversations, {domain.drafter.n_columns} columns, "
+                        "95 % intervals over conversations")
+    table.add_column("")
+    for s in steps:
+        table.add_column(f"α{s.step}", justify="right")
+    table.add_column("MAT", justify="right")
+    table.add_column("retention", justify="right")
+    rows = [("drafter", domain.drafter)] + ([("n-gram", domain.ngram)] if domain.ngram else [])
+    for label, summary in rows:
+        for kind in ("marginal", "joint", "conditional"):
+            rates = [getattr(s, f"alpha_{kind}") for s in summary.steps]
+            cells = [f"{r.value:.3f}" if r.value is not None else "-" for r in rates]
+            mat = summary.mat if kind == "marginal" else summary.mat_joint if kind == "joint" else None
+            kept = summary.retention if kind == "marginal" else None
+            table.add_row(f"{label}, {kind}", *cells, _interval(mat), _interval(kept))
+    return table
+
+
+def _interval(estimate) -> str:
+    if estimate is None or estimate.value is None:
+        return ""
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _bench(name: str, device: str | None):
+    from kvshot.experiments.bench import Bench
+    from kvshot.experiments.profiles import profile
+
+    return Bench(profile(name), device=device)

@@ -1,0 +1,62 @@
+"""Train and held-out conversations that do not share text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvshot.data.filters import fingerprints, words
+from kvshot.data.readers import Conversation
+from kvshot.errors import KvshotError
+
+
+class Split(NamedTuple):
+    """Each in the order of the input; `dropped` resembled a held-out conversation and is on neither side."""
+
+    train: list[Conversation]
+    held_out: list[Conversation]
+    dropped: list[Conversation]
+
+
+def split(
+    conversations: Sequence[Conversation], *, held_out: float | int = 0.05, seed: int = 0,
+    prefix_words: int = 16, gram: int = 8, overlap: float = 0.5,
+) -> Split:
+    """Hold out whole conversations (a share, or a number of them), then drop near-duplicates from the rest.
+
+    A training conversation is dropped when its opening user turn, or an answer of at least `prefix_words`
+    words, starts with the same `prefix_words` words as a held-out one, or when a share of `overlap` or more
+    of its `gram`-word sequences stands in the held-out conversations.
+
+    Raises KvshotError when `held_out` leaves either side empty.
+    """
+    total = len(conversations)
+    count = max(1, round(held_out * total)) if isinstance(held_out, float) and 0 < held_out < 1 else held_out
+    if not isinstance(count, int) or not 0 < count < total:
+        raise KvshotError(
+            f"cannot hold out {held_out} of {total} conversations: give a share between 0 and 1, "
+            "or a number that leaves some for training"
+        )
+    chosen = set(np.random.default_rng(seed).permutation(total)[:count].tolist())
+    kept_out = [conversations[i] for i in sorted(chosen)]
+    keys = set().union(*(fingerprints(c, prefix_words) for c in kept_out))
+    grams = set().union(*(_grams(c, gram) for c in kept_out))
+    train, dropped = [], []
+    for i, conversation in enumerate(conversations):
+        if i in chosen:
+            continue
+        own = _grams(conversation, gram)
+        overlaps = bool(own) and len(own & grams) >= overlap * len(own)
+        alike = overlaps or not keys.isdisjoint(fingerprints(conversation, prefix_words))
+        (dropped if alike else train).append(conversation)
+    if not train:
+        raise KvshotError("every training conversation resembles a held-out one: give more varied data")
+    return Split(train, kept_out, dropped)
+
+
+def _grams(conversation: Conversation, n: int) -> set[int]:
+    """Hashes of the n-word sequences of every turn but the system's (equal ones within one process only)."""
+    texts = [words(m.content) for m in conversation.messages if m.role != "system"]
+    return {hash(tuple(t[i:i + n])) for t in texts for i in range(len(t) - n + 1)}

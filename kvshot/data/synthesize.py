@@ -1,0 +1,291 @@
+"""The target writes its own conversations: user turns sampled behind the bare user header, then its answers.
+
+Nothing has to be downloaded to train a drafter on what the target itself would say, and held-out text comes from the
+same source. Worker processes with one thread each fill parts (one per block of rows); a run that was killed goes on
+with the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvshot.data.corpus import Corpus
+from kvshot.data.filters import Filter, Report, looping
+from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
+from kvshot.data.readers import Conversation, Message
+from kvshot.data.split import split
+from kvshot.data.template import prompt_ids
+from kvshot.errors import KvshotError
+from kvshot.fileio import atomic_file
+from kvshot.progress import progress
+
+# glibc gives large blocks back to the system at once; keeping them saves most page faults of a CPU run
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "500000000"}
+
+
+class Recipe(BaseModel):
+    """How conversations are written. Lengths in tokens; temperature 0 is greedy."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str
+    seed: int = 0
+    user_temperature: float = Field(1.0, ge=0)
+    user_top_p: float = Field(0.95, gt=0, le=1)
+    max_user_tokens: int = Field(80, ge=1)
+    answer_temperature: float = Field(0.7, ge=0)
+    answer_top_p: float = Field(0.95, gt=0, le=1)
+    max_answer_tokens: int = Field(224, ge=16)
+    block_rows: int = Field(64, ge=1)
+
+
+MAX_ROWS = 320  # live rows of one worker: more make better use of the matrix units, and more memory (5 GB here)
+
+
+class _Frame:
+    """The pieces of the target's chat template around one user turn and one answer, as token ids."""
+
+    def __init__(self, tokenizer) -> None:
+        mark = "\ue000"
+        text = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": mark}]))
+        before, found, after = text.partition(mark)
+        ids = {part: tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)}
+        if not found or not ids[before] or ids[after][0] not in tokenizer.all_special_ids:
+            raise KvshotError("the chat template does not end a user turn with a special token: "
+                              "write the prompts yourself and let the target answer them")
+        self.before, self.end, self.header = ids[before], ids[after][0], tuple(ids[after][1:])
+        self.stop = frozenset({self.end, tokenizer.eos_token_id} - {None})
+        self.special = frozenset(tokenizer.all_special_ids)
+
+
+def _rows(recipe: Recipe, frame: _Frame, prompts: Sequence[Sequence[int]] | None, number: int) -> list[Row]:
+    answer = Sampled(recipe.max_answer_tokens, frame.stop, recipe.answer_temperature, recipe.answer_top_p,
+                     give_up=looping)
+    if prompts is not None:
+        mine = prompts[number * recipe.block_rows : (number + 1) * recipe.block_rows]
+        return [Row((Forced(tuple(p[len(_common(prompts)):])), answer)) for p in mine]
+    user = Sampled(recipe.max_user_tokens, frame.stop, recipe.user_temperature, recipe.user_top_p)
+    return [Row((user, Forced(frame.header), answer)) for _ in range(recipe.block_rows)]
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The longest start that all prompts share, short of a whole prompt."""
+    return os.path.commonprefix([list(p[:-1]) for p in prompts])
+
+
+@dataclass
+class _Work:
+    """What the workers share: the next block number to try, whether to stop, and the way to report."""
+
+    counter: object
+    stop: object
+    results: object
+    total: int | None
+
+    def numbers(self, folder: Path) -> Iterator[int]:
+        """Numbers of blocks that nobody has written or begun."""
+        while not self.stop.is_set():
+            with self.counter.get_lock():
+                number = self.counter.value
+                self.counter.value += 1
+            if self.total is not None and number >= self.total:
+                return
+            if not _part(folder, number).exists():
+                yield number
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.json"
+
+
+def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
+    from kvshot.targets import load_target
+
+    torch.set_num_threads(1)
+    try:
+        target = load_target(recipe.target, dtype="bfloat16", device="cpu")
+        frame = _Frame(target.tokenizer)
+        prefix = frame.before if prompts is None else list(_common(prompts))
+        longest = max(map(len, prompts)) if prompts else len(frame.before) + recipe.max_user_tokens + len(frame.header)
+        generator = BlockGenerator(target.model, prefix, capacity=longest + recipe.max_answer_tokens + 2,
+                                   block_rows=recipe.block_rows, max_rows=max(MAX_ROWS, recipe.block_rows),
+                                   seed=recipe.seed)
+        blocks = ((n, _rows(recipe, frame, prompts, n)) for n in work.numbers(folder))
+        for number, rows in generator.run(blocks):
+            _write_part(folder, number, rows)
+            work.results.put(number)
+        work.results.put(None)
+    except KvshotError as err:
+        work.results.put(str(err))
+    except Exception as err:  # reported by the parent, which cannot see this process's traceback
+        work.results.put(f"a worker failed with {type(err).__name__}: {err}")
+
+
+def _write_part(folder: Path, number: int, rows: Sequence[Row]) -> None:
+    """Token ids per segment, and how each row ended; text is made later, in one place."""
+    with atomic_file(_part(folder, number)) as tmp:
+        tmp.write_text(json.dumps([{"written": r.written, "outcome": r.outcome} for r in rows]))
+
+
+def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int | None, done) -> None:
+    """Fill missing parts until `done(number)` says that it is enough or, with `total`, all are there."""
+    have = sorted(int(p.stem.split("-")[1]) for p in folder.glob("part-*.json"))
+    if any([done(n) for n in have]) or (total is not None and len(have) >= total):
+        return
+    ctx = mp.get_context("spawn")
+    work = _Work(ctx.Value("q", 0), ctx.Event(), ctx.Queue(), total)
+    os.environ.update({k: os.environ.get(k, v) for k, v in MALLOC.items()})  # read by the children's libc at start
+    processes = [ctx.Process(target=_worker, args=(recipe, folder, prompts, work), daemon=True) for _ in range(workers)]
+    for p in processes:
+        p.start()
+    alive = workers
+    try:
+        while alive:
+            try:
+                got = work.results.get(timeout=5)
+            except queue.Empty:
+                if any(p.exitcode not in (None, 0) for p in processes):
+                    raise KvshotError("a worker process died (out of memory?): use fewer workers or rows") from None
+                continue
+            if got is None:
+                alive -= 1
+            elif isinstance(got, str):
+                raise KvshotError(got)
+            elif done(got):
+                work.stop.set()  # blocks that were begun are finished
+    finally:
+        for p in processes:
+            p.terminate()
+
+
+def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
+               tokenizer=None) -> tuple[list[Conversation], Report]:
+    """Conversations of one user turn and one answer until `answer_tokens` were kept.
+
+    folder: parts and the recipe; a folder begun with another recipe is refused. Returns the kept conversations in
+    block order and the report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
+    """
+    folder = _folder(Path(folder), recipe)
+    if tokenizer is None:
+        from kvshot.targets import load_target
+
+        tokenizer = load_target(recipe.target, device="cpu").tokenizer
+    frame, keeper, kept = _Frame(tokenizer), _Keeper(tokenizer), 0
+    with progress("answer tokens kept", answer_tokens) as advance:
+        def done(number: int) -> bool:
+            nonlocal kept
+            n = sum(c.meta["answer_tokens"] for c in keeper.part(folder, number, frame))
+            kept += n
+            advance(n, keeper.filter.report.__str__())
+            return kept >= answer_tokens
+
+        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done)
+    return collect(folder, tokenizer)
+
+
+def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversation], *, workers: int | None = None,
+           tokenizer=None) -> tuple[list[Conversation], Report]:
+    """The target's answers to given prompts (conversations that end with a user turn); as `synthesize` otherwise."""
+    folder = _folder(Path(folder), recipe)
+    if tokenizer is None:
+        from kvshot.targets import load_target
+
+        tokenizer = load_target(recipe.target, device="cpu").tokenizer
+    ids = [prompt_ids(tokenizer, p.messages) for p in prompts]
+    total = -(-len(prompts) // recipe.block_rows)
+    with progress("blocks", total) as advance:
+        _run_workers(recipe, folder, ids, workers or os.cpu_count() or 1, total, lambda number: bool(advance(1)))
+    return collect(folder, tokenizer, prompts)
+
+
+def _folder(folder: Path, recipe: Recipe) -> Path:
+    path, text = folder / "recipe.json", recipe.model_dump_json(indent=1) + "\n"
+    if path.exists() and path.read_text() != text:
+        raise KvshotError(f"{folder} was begun with another recipe ({path}): choose another folder or delete it")
+    with atomic_file(path) as tmp:
+        tmp.write_text(text)
+    return folder
+
+
+class _Keeper:
+    """Parts to conversations, through the filters."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.filter = tokenizer, Filter()
+
+    def part(self, folder: Path, number: int, frame: _Frame, prompts: Sequence[Conversation] | None = None) -> list:
+        rows = json.loads(_part(folder, number).read_text())
+        out = []
+        for i, row in enumerate(rows):
+            prompt = None if prompts is None else prompts[i]
+            conversation, reason = self._conversation(row, f"{number:05d}-{i:03d}", frame, prompt)
+            if reason is not None:
+                self.filter.report.count(reason)
+            elif self.filter.keep(conversation, row["written"][-1]):
+                out.append(conversation)
+        return out
+
+    def _conversation(self, row, name: str, frame: _Frame, prompt) -> tuple[Conversation | None, str | None]:
+        written, tokenizer = row["written"], self.tokenizer
+        if prompt is None and len(written) < 3:
+            return None, "endless user turn"
+        if row["outcome"] == "gave up":
+            return None, "looping"
+        sampled = written[-1:] if prompt is not None else [written[0], written[-1]]
+        if any(not ids for ids in sampled):
+            return None, "empty"
+        if any(frame.special.intersection(ids) for ids in sampled):
+            return None, "special tokens"
+        texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
+        turns = prompt.messages if prompt is not None else [Message(role="user", content=texts[0])]
+        if any("\ufffd" in text for text in texts):
+            return None, "broken characters"
+        turns = [*turns, Message(role="assistant", content=texts[-1])]
+        return Conversation(
+            id=prompt.id if prompt is not None else name, messages=turns,
+            truncated=row["outcome"] == "limit", meta={"answer_tokens": len(written[-1])}), None
+
+
+def collect(folder: str | os.PathLike, tokenizer, prompts: Sequence[Conversation] | None = None):
+    """All finished parts of a folder, in order, filtered: (conversations, report)."""
+    folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer)
+    numbers = sorted(int(p.stem.split("-")[1]) for p in folder.glob("part-*.json"))
+    if not numbers:
+        raise KvshotError(f"{folder} holds no finished part: run the synthesis first")
+    size = Recipe.model_validate_json((folder / "recipe.json").read_text()).block_rows
+    kept = []
+    for n in numbers:
+        kept += keeper.part(folder, n, frame, None if prompts is None else prompts[n * size : (n + 1) * size])
+    return kept, keeper.filter.report
+
+
+
+def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
+                      held_out: int = 300) -> tuple[Corpus, Report]:
+    """`synthesize` into OUT/parts, then split and write the corpus into OUT.
+
+    held_out: conversations that are only evaluated on; a third of that many more become the validation split.
+    Near-duplicates of either are removed from training.
+    """
+    out = Path(out)
+    kept, report = synthesize(recipe, out / "parts", answer_tokens=answer_tokens, workers=workers)
+    return write_corpus(recipe, out, kept, report, held_out=held_out), report
+
+
+def write_corpus(recipe: Recipe, out: Path, kept: list[Conversation], report: Report, *, held_out: int) -> Corpus:
+    """Split kept conversations and write them with the recipe."""
+    aside = split(kept, held_out=held_out + held_out // 3, seed=recipe.seed)
+    inner = split(aside.held_out, held_out=held_out, seed=recipe.seed)
+    filters = {"kept": report.kept, "dropped": dict(report.dropped), "like a held-out one": len(aside.dropped)}
+    about = {**recipe.model_dump(mode="json"), "filters": filters}
+    parts = {"train": aside.train, "validation": inner.train, "held_out": inner.held_out}
+    return Corpus.save(out, out.name, about, parts)

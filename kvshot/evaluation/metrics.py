@@ -1,0 +1,277 @@
+"""Step-wise acceptance: three alphas with their counts, MAT, retention, and intervals over conversations.
+
+alpha_k is teacher-forced: ground-truth tokens feed every step. *Marginal* (the paper's Table 5) looks at step
+k alone; *joint* asks that steps 0..k are all right; *conditional* that step k is right given that 0..k-1
+were. A label outside the draft vocabulary is a miss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+
+from kvshot.errors import KvshotError
+
+
+@dataclass(frozen=True, eq=False)
+class StepwiseHits:
+    """What a drafter got right, one row per draft column.
+
+    hits: bool [n_cols, K], the drafter's argmax at step k is the target's.
+    valid: bool [n_cols, K], the column is supervised at step k (`training.masks.supervised_columns`).
+    conversation: int64 [n_cols], index of the conversation that a column comes from.
+    oov: bool [n_cols, K], the label lies outside the draft vocabulary.
+
+    By convention a row exists for each column with any supervised step, by conversation, then by position, so
+    that two drafters on the same examples have the same rows. Where `valid` is False, `hits` and `oov` are
+    ignored.
+    """
+
+    hits: np.ndarray
+    valid: np.ndarray
+    conversation: np.ndarray
+    oov: np.ndarray
+
+    def __post_init__(self):
+        shape = np.shape(self.hits)
+        if len(shape) != 2 or any(np.shape(a) != shape for a in (self.valid, self.oov)):
+            raise ValueError(f"hits, valid and oov need one shape [n_cols, K], got {shape}")
+        if np.shape(self.conversation) != shape[:1]:
+            raise ValueError(f"conversation needs shape {shape[:1]}, got {np.shape(self.conversation)}")
+        if any(a.dtype != np.bool_ for a in (self.hits, self.valid, self.oov)):
+            raise ValueError("hits, valid and oov must be boolean")
+        if (self.hits & self.oov & self.valid).any():
+            raise ValueError("an out-of-vocabulary label cannot be a hit")
+
+    @classmethod
+    def concat(cls, parts: Sequence[StepwiseHits]) -> StepwiseHits:
+        """Put the rows of several batches one after the other."""
+        names = ("hits", "valid", "conversation", "oov")
+        return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Rate(_Frozen):
+    """A share with the counts behind it and its 95 % bootstrap interval.
+
+    The interval is None with fewer than two conversations (nothing to resample) or for an undefined rate.
+    """
+
+    numerator: NonNegativeInt
+    denominator: NonNegativeInt
+    low: float | None
+    high: float | None
+
+    @model_validator(mode="after")
+    def _is_a_share(self):
+        if self.numerator > self.denominator:
+            raise ValueError(f"numerator {self.numerator} exceeds denominator {self.denominator}")
+        return self
+
+    @property
+    def value(self) -> float | None:
+        """The rate, or None for 0 / 0."""
+        return self.numerator / self.denominator if self.denominator else None
+
+
+class Estimate(_Frozen):
+    """A number computed from several rates, with its 95 % bootstrap interval; None as in `Rate`."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class StepSummary(_Frozen):
+    """Acceptance at one draft step; `oov` is the share of labels outside the draft vocabulary."""
+
+    step: NonNegativeInt
+    alpha_marginal: Rate
+    alpha_joint: Rate
+    alpha_conditional: Rate
+    oov: Rate
+
+
+class StepwiseSummary(_Frozen):
+    """One drafter on one held-out set.
+
+    mat: 1 + sum_k prod_{j<=k} alpha_j with marginal alphas, as the paper. mat_joint: 1 + sum_k joint alpha_k,
+    what a greedy chain of K drafts would yield per verify call on this text. Both count the bonus token.
+    retention: alpha_{K-1} / alpha_0, marginal.
+    """
+
+    n_columns: NonNegativeInt
+    n_conversations: NonNegativeInt
+    n_boot: NonNegativeInt
+    seed: int
+    steps: list[StepSummary]
+    mat: Estimate
+    mat_joint: Estimate
+    retention: Estimate
+
+    @property
+    def alpha(self) -> list[float]:
+        """The K marginal alphas."""
+        return [step.alpha_marginal.value for step in self.steps]
+
+
+class PairedDifference(_Frozen):
+    """`a` minus `b` of one statistic on the same columns, both sides under the same resamples."""
+
+    statistic: str
+    a: float | None
+    b: float | None
+    difference: Estimate
+    n_conversations: NonNegativeInt
+    n_boot: NonNegativeInt
+    seed: int
+
+
+def mat(alpha) -> np.ndarray | float:
+    """Tokens per verify call, bonus token included: 1 + sum_k prod_{j<=k} alpha_j over the last axis."""
+    return 1.0 + np.cumprod(alpha, axis=-1).sum(axis=-1)
+
+
+def retention(alpha) -> np.ndarray | float:
+    """alpha_{K-1} / alpha_0 over the last axis; NaN where alpha_0 is 0."""
+    alpha = np.asarray(alpha, dtype=np.float64)
+    return _ratio(alpha[..., -1], alpha[..., 0])[()]
+
+
+def _ratio(numerator, denominator):
+    return np.divide(numerator, denominator, out=np.full(np.shape(numerator), np.nan), where=denominator > 0)
+
+
+_HIT, _VALID, _ALL_HIT, _ALL_VALID, _PREFIX_HIT, _OOV = range(6)
+_RATES = {
+    "alpha_marginal": (_HIT, _VALID),
+    "alpha_joint": (_ALL_HIT, _ALL_VALID),
+    "alpha_conditional": (_ALL_HIT, _PREFIX_HIT),
+    "oov": (_OOV, _VALID),
+}
+_NUMBERS = ("mat", "mat_joint", "retention")
+
+
+def _count(h: StepwiseHits) -> np.ndarray:
+    """Sufficient counts of every statistic: float64 [n_conversations, K, 6], indexed by the names above."""
+    _, group = np.unique(h.conversation, return_inverse=True)
+    n_groups = int(group.max(initial=-1)) + 1
+    all_valid = np.logical_and.accumulate(h.valid, axis=1)
+    all_hit = np.logical_and.accumulate(h.hits & h.valid, axis=1)
+    before = np.concatenate([np.ones_like(all_hit[:, :1]), all_hit[:, :-1]], axis=1)
+    fields = (h.hits & h.valid, h.valid, all_hit, all_valid, all_valid & before, h.oov & h.valid)
+    steps = range(h.hits.shape[1])
+    counts = [[np.bincount(group, weights=f[:, k], minlength=n_groups) for f in fields] for k in steps]
+    counts = np.asarray(counts).reshape(len(steps), len(fields), n_groups).transpose(2, 0, 1)
+    empty = np.flatnonzero(counts[..., _ALL_VALID].sum(axis=0) == 0)
+    if len(empty) or not len(steps):
+        raise KvshotError(
+            f"no column is supervised at step {empty[0] if len(empty) else 0}: evaluate on longer answers, "
+            "or with fewer steps"
+        )
+    return counts
+
+
+def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Every rate [..., K] and number [...] from counts [..., K, 6]; NaN where undefined."""
+    out = {name: _ratio(counts[..., top], counts[..., bottom]) for name, (top, bottom) in _RATES.items()}
+    out["mat"] = mat(out["alpha_marginal"])
+    out["mat_joint"] = 1.0 + out["alpha_joint"].sum(axis=-1)
+    out["retention"] = retention(out["alpha_marginal"])
+    return out
+
+
+def _resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
+    """Cluster bootstrap: counts [C, K, 6] summed over n_boot draws of C conversations -> [n_boot, K, 6]."""
+    n = len(counts)
+    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
+    return (weights @ counts.reshape(n, -1)).reshape(n_boot, *counts.shape[1:])
+
+
+def _interval(samples: np.ndarray, n_conversations: int) -> tuple[float | None, float | None]:
+    """The central 95 % of the resamples in which the statistic is defined."""
+    samples = samples[np.isfinite(samples)]
+    if n_conversations < 2 or not len(samples):
+        return None, None
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _estimate(value: float, samples: np.ndarray, n_conversations: int) -> Estimate:
+    if not np.isfinite(value):
+        return Estimate(value=None, low=None, high=None)
+    low, high = _interval(samples, n_conversations)
+    return Estimate(value=float(value), low=low, high=high)
+
+
+def summarise(hits: StepwiseHits, *, n_boot: int = 1000, seed: int = 0) -> StepwiseSummary:
+    """Pool the columns into rates with counts, MAT and retention; intervals resample conversations.
+
+    Raises KvshotError when a step has no supervised column.
+    """
+    counts = _count(hits)
+    n = len(counts)
+    total = counts.sum(axis=0)
+    point, samples = _statistics(total), _statistics(_resample(counts, n_boot, seed))
+
+    def rate(name: str, k: int) -> Rate:
+        top, bottom = (int(total[k, column]) for column in _RATES[name])
+        low, high = _interval(samples[name][:, k], n) if bottom else (None, None)
+        return Rate(numerator=top, denominator=bottom, low=low, high=high)
+
+    return StepwiseSummary(
+        n_columns=len(hits.hits),
+        n_conversations=n,
+        n_boot=n_boot,
+        seed=seed,
+        steps=[StepSummary(step=k, **{name: rate(name, k) for name in _RATES}) for k in range(len(total))],
+        **{name: _estimate(point[name], samples[name], n) for name in _NUMBERS},
+    )
+
+
+def paired_difference(
+    a: StepwiseHits, b: StepwiseHits, statistic: str = "mat", *, n_boot: int = 1000, seed: int = 0
+) -> PairedDifference:
+    """Bootstrap a statistic of `a` minus that of `b` over conversations, on the same columns.
+
+    statistic: "mat", "mat_joint", "retention", or "alpha_marginal", "alpha_joint", "alpha_conditional", "oov"
+    with a step, as in "alpha_marginal_3". Raises KvshotError for an unknown statistic or for different
+    columns.
+    """
+    if not (np.array_equal(a.valid, b.valid) and np.array_equal(a.conversation, b.conversation)):
+        raise KvshotError("the evaluations cover different columns: use the same examples and steps for both")
+    name, step = re.fullmatch(r"(.*?)(?:_(\d+))?", statistic).groups()
+    if name not in (_RATES if step else _NUMBERS):
+        raise KvshotError(
+            f"unknown statistic {statistic!r}: choose {', '.join(_NUMBERS)}, "
+            f"or one of {', '.join(_RATES)} with a step, as in alpha_marginal_3"
+        )
+    k = 0 if step is None else int(step)
+    if k >= a.hits.shape[1]:
+        raise KvshotError(f"statistic {statistic!r} asks for step {k} of only {a.hits.shape[1]} steps")
+
+    def pick(counts: np.ndarray) -> np.ndarray:
+        values = _statistics(counts)[name]
+        return values if step is None else values[..., k]
+
+    tables = _count(a), _count(b)
+    point = [float(pick(table.sum(axis=0))) for table in tables]
+    samples = [pick(_resample(table, n_boot, seed)) for table in tables]
+    values = [value if np.isfinite(value) else None for value in point]
+    n = len(tables[0])
+    return PairedDifference(
+        statistic=statistic,
+        a=values[0],
+        b=values[1],
+        difference=_estimate(point[0] - point[1], samples[0] - samples[1], n),
+        n_conversations=n,
+        n_boot=n_boot,
+        seed=seed,
+    )

@@ -1,0 +1,44 @@
+"""Step-wise acceptance: run a drafter over held-out features, teacher-forced, every supervised column."""
+
+from __future__ import annotations
+
+import torch
+
+from kvshot.drafters.drafter import Drafter
+from kvshot.evaluation.metrics import StepwiseHits
+from kvshot.progress import progress
+from kvshot.targets import FeatureStore
+from kvshot.training.batches import load_batch
+from kvshot.training.ttt import choose_columns, gather_columns, unroll
+
+
+@torch.no_grad()
+def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, batch_tokens: int = 4096,
+                  quiet: bool = False) -> StepwiseHits:
+    """Whether the drafter's first choice is the target's, for each supervised column and step.
+
+    A target choice outside the draft vocabulary is a miss. Columns come by sequence, then by position.
+    """
+    size = max(1, batch_tokens // max(store.lengths))
+    device = drafter.vocab_ids.device
+    in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=device)
+    in_vocab[drafter.vocab_ids] = True
+    parts = []
+    with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
+        for start in range(0, len(store), size):
+            batch = load_batch(store, range(start, min(start + size, len(store))), device)
+            columns = choose_columns(batch.loss_mask, n_steps, None)
+            keep = columns.valid[..., 0]
+            hits, oov = [], []
+            for k, state in enumerate(unroll(drafter, batch.ids, batch.hidden, columns.at, n_steps)):
+                label = gather_columns(batch.argmax, columns.at + 1 + k)[keep]
+                choice = drafter.vocab_ids[drafter.logits(state[keep]).argmax(-1)]
+                hits.append(choice == label)
+                oov.append(~in_vocab[label])
+            valid = columns.valid[keep]
+            parts.append(StepwiseHits(
+                hits=(torch.stack(hits, -1) & valid).cpu().numpy(), valid=valid.cpu().numpy(),
+                conversation=batch.index[:, None].expand_as(keep)[keep].cpu().numpy(),
+                oov=(torch.stack(oov, -1) & valid).cpu().numpy()))
+            advance(len(batch.index))
+    return StepwiseHits.concat(parts)

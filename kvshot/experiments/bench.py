@@ -1,0 +1,91 @@
+"""What all runs of one profile share: target, examples, draft vocabulary, captured features."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
+from kvshot.data.corpus import Corpus
+from kvshot.data.toy import toy_conversations
+from kvshot.evaluation.metrics import StepwiseHits
+from kvshot.evaluation.ngram import NgramModel, ngram_hits
+from kvshot.experiments.profiles import Profile
+from kvshot.experiments.record import DataInfo, TargetInfo
+from kvshot.fileio import cache_dir
+from kvshot.targets import FeatureStore, Target, load_target
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+class Bench:
+    """Loads what is needed when it is needed. Features are kept in `cache_dir()/features`, by content."""
+
+    def __init__(self, profile: Profile, *, device: str | None = None, quiet: bool = False) -> None:
+        self.profile, self.device, self.quiet = profile, device, quiet
+
+    @cached_property
+    def target(self) -> Target:
+        return load_target(self.profile.target, dtype=self.profile.dtype, device=self.device)
+
+    @cached_property
+    def conversations(self) -> dict[str, list]:
+        if self.profile.data is not None:
+            return Corpus.load(self.profile.data).splits
+        parts = split(toy_conversations(240, seed=0), held_out=60, prefix_words=50, overlap=1.1)
+        return {TRAIN: parts.train, VALIDATION: parts.held_out[:20], "held_out": parts.held_out[20:]}
+
+    @cached_property
+    def examples(self) -> dict[str, list[Example]]:
+        """By split; conversations longer than the profile's limit lose their end."""
+        limit = {TRAIN: self.profile.train_conversations}
+        return {name: encode_all(self.target.tokenizer, c[: limit.get(name)], self.profile.max_length).examples
+                for name, c in self.conversations.items()}
+
+    @property
+    def domains(self) -> list[str]:
+        """The held-out splits that are reported."""
+        return [name for name in self.conversations if name not in (TRAIN, VALIDATION)]
+
+    @cached_property
+    def vocab(self) -> DraftVocab:
+        return DraftVocab.from_examples(self.examples[TRAIN], self.target.vocab_size, self.profile.draft_vocab_size)
+
+    def store(self, name: str) -> FeatureStore:
+        """Captured features of a split, from the cache or captured now."""
+        examples = self.examples[name]
+        content = examples_sha256(examples)[:12]
+        folder = cache_dir() / "features" / f"{self.profile.target.replace('/', '--')}-{name}-{content}"
+        return FeatureStore.build(folder, self.target, examples, kv_layers=(), quiet=self.quiet)
+
+    @cached_property
+    def ngram(self) -> NgramModel:
+        return NgramModel.fit(self.examples[TRAIN])
+
+    def ngram_hits(self, name: str, n_steps: int) -> StepwiseHits:
+        """The n-gram row on the columns of a split."""
+        store = self.store(name)
+        labels = [store[i]["argmax"].numpy() for i in range(len(store))]
+        return ngram_hits(self.ngram, self.examples[name], labels, n_steps)
+
+    def target_info(self) -> TargetInfo:
+        return TargetInfo(name=self.target.name, weights_sha256=self.target.weights_sha256)
+
+    def data_info(self) -> DataInfo:
+        """Names, hashes and token counts for a record; `held_out` counts every reported domain."""
+        def tokens(examples: list[Example]) -> int:
+            return sum(int(e.loss_mask.sum()) for e in examples)
+
+        held_out = [e for d in self.domains for e in self.examples[d]]
+        everything = [e for name in self.conversations for e in self.examples[name]]
+        return DataInfo(
+            name=Path(self.profile.data).name if self.profile.data is not None else "toy",
+            sha256=examples_sha256(everything), n_train_conversations=len(self.examples[TRAIN]),
+            n_train_tokens=tokens(self.examples[TRAIN]), n_held_out_conversations=len(held_out),
+            n_held_out_tokens=tokens(held_out))
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.target.device

@@ -1,0 +1,51 @@
+"""Profiles: the same experiments on a random toy, on a real small target, later on the paper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvshot.errors import KvshotError
+from kvshot.training.trainer import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Profile(BaseModel):
+    """Target, data and recipe that all rows of a comparison share.
+
+    data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
+    features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
+    training split (None: all).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    target: str
+    data: Path | None
+    dtype: str
+    draft_vocab_size: int = Field(ge=1)
+    max_length: int = Field(ge=8)
+    train_conversations: int | None = Field(None, ge=1)
+    train: TrainConfig
+
+
+PROFILES = {
+    "smoke": Profile(
+        name="smoke", target="smoke", data=None, dtype="float32", draft_vocab_size=64, max_length=160,
+        train=TrainConfig(steps=40, batch_tokens=1024, columns_per_sequence=24, lr=3e-3, eval_every=20,
+                          precision="no")),
+    "laptop": Profile(
+        name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
+        draft_vocab_size=8192, max_length=512, train_conversations=6000,
+        train=TrainConfig(steps=4000, batch_tokens=4096, columns_per_sequence=48, lr=1e-3, eval_every=250)),
+}
+
+
+def profile(name: str) -> Profile:
+    """A profile by name; KvshotError when there is none."""
+    if name not in PROFILES:
+        raise KvshotError(f"unknown profile {name!r}: choose {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -1,0 +1,207 @@
+"""Run records: small JSON files with what a run was, what it measured, and the counts behind every rate."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import transformers
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
+
+from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import StepwiseSummary
+from kvshot.fileio import atomic_file
+
+SCHEMA_VERSION = 1
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(BaseModel):
+    """Unknown fields and NaN are errors: a record is read years later, by people who cannot ask."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class TargetInfo(_Strict):
+    """The target by name and by the hash of its weights."""
+
+    name: str
+    weights_sha256: Sha256
+
+
+class DataInfo(_Strict):
+    """The data set; tokens are supervised tokens (answers), each counted once."""
+
+    name: str
+    sha256: Sha256
+    n_train_conversations: NonNegativeInt
+    n_train_tokens: NonNegativeInt
+    n_held_out_conversations: NonNegativeInt
+    n_held_out_tokens: NonNegativeInt
+
+
+class CurvePoint(_Strict):
+    """A point of the training curve: `tokens` seen so far, mean training loss since the last point.
+
+    `mat` (held-out) is None where only the loss was logged.
+    """
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    loss: float
+    mat: float | None = None
+    alpha: list[float] | None = None
+
+
+class TrainingInfo(_Strict):
+    """How long, how fast, and the curve. `options`: every setting of the trainer, as it was given."""
+
+    steps: NonNegativeInt
+    tokens_seen: NonNegativeInt
+    lr: NonNegativeFloat
+    seed: int
+    wall_seconds: NonNegativeFloat
+    tokens_per_second: NonNegativeFloat
+    options: dict[str, JsonValue] = {}
+    curve: list[CurvePoint] = []
+
+
+class DomainEvaluation(_Strict):
+    """Step-wise acceptance on one held-out domain, with the n-gram row on the same columns."""
+
+    drafter: StepwiseSummary
+    ngram: StepwiseSummary | None = None
+
+
+class CodeInfo(_Strict):
+    """Version of kvshot; in a source checkout its git commit (`dirty`: the package differs from it)."""
+
+    version: str
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class MachineInfo(_Strict):
+    """What it ran on. `device`: "cpu", or the accelerator's name."""
+
+    cpu: str
+    cores: PositiveInt
+    device: str
+    torch: str
+    transformers: str
+    python: str
+
+
+class RunRecord(_Strict):
+    """One run of one experiment.
+
+    experiment, profile: names; drafter: its configuration (for a run without one, what was run instead);
+    training: None when nothing was trained; evaluation: by held-out domain; created: UTC.
+    """
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    experiment: str
+    profile: str
+    drafter: dict[str, JsonValue]
+    target: TargetInfo
+    data: DataInfo
+    training: TrainingInfo | None = None
+    evaluation: dict[str, DomainEvaluation]
+    code: CodeInfo
+    machine: MachineInfo
+    created: Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(UTC))] = Field(
+        default_factory=lambda: datetime.now(UTC).replace(microsecond=0)
+    )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the record as JSON, whole or not at all. Raises KvshotError when the disk is full."""
+        with atomic_file(path) as tmp:
+            tmp.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> RunRecord:
+        """Read a record strictly: unknown, missing or impossible values raise KvshotError."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
+        except OSError as err:
+            raise KvshotError(f"cannot read the record {path} ({err.strerror}): check the path") from err
+        except ValidationError as err:
+            first = err.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "file"
+            raise KvshotError(
+                f"{path} is no run record of schema {SCHEMA_VERSION} ({where}: {first['msg']}): "
+                "run the experiment again, or read it with the version of kvshot that wrote it"
+            ) from err
+
+
+def load_records(folder: str | os.PathLike) -> list[RunRecord]:
+    """Every `*.json` directly in `folder`, by file name. Raises KvshotError for a file that is no record."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise KvshotError(f"no folder of records at {folder}: check the path, or run the experiments first")
+    return [RunRecord.load(path) for path in sorted(folder.glob("*.json"))]
+
+
+def describe_code() -> CodeInfo:
+    """Version of the installed package, and the git commit when it runs from its own checkout."""
+    try:
+        number = version("kvshot")
+    except PackageNotFoundError:
+        number = "not installed"
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *args], capture_output=True, text=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    # An environment that lies inside some other repository must not lend its commit.
+    top = git("rev-parse", "--show-toplevel")
+    commit = git("rev-parse", "HEAD") if top and Path(top).resolve() == package.parent else None
+    if commit is None:
+        return CodeInfo(version=number)
+    return CodeInfo(version=number, commit=commit, dirty=git("status", "--porcelain", "--", ".") != "")
+
+
+def describe_machine(device: torch.device | str = "cpu") -> MachineInfo:
+    """Processor, cores that this process may use, device and library versions."""
+    device = torch.device(device)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return MachineInfo(
+        cpu=_cpu_name(),
+        cores=len(usable),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")  # Linux leaves platform.processor() empty
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,104 @@
+"""Run one named experiment: train its drafter under the profile's recipe, evaluate it, leave a record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvshot.drafters.checkpoint import load_drafter
+from kvshot.drafters.config import FAMILIES
+from kvshot.drafters.drafter import Drafter
+from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import summarise
+from kvshot.evaluation.stepwise import stepwise_hits
+from kvshot.experiments.bench import TRAIN, VALIDATION, Bench
+from kvshot.experiments.profiles import profile
+from kvshot.experiments.record import (
+    CurvePoint,
+    DomainEvaluation,
+    RunRecord,
+    TrainingInfo,
+    describe_code,
+    describe_machine,
+)
+from kvshot.fileio import cache_dir
+from kvshot.targets import Target
+from kvshot.training.trainer import Progress, TrainConfig, Trainer, new_drafter
+
+
+def train(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainConfig) -> Progress:
+    """Train (or resume) an experiment's drafter in `folder`. Raises KvshotError for an unknown experiment."""
+    if experiment not in FAMILIES:
+        raise KvshotError(f"unknown experiment {experiment!r}: choose {', '.join(FAMILIES)}")
+    drafter_config = FAMILIES[experiment](bench.target, draft_vocab_size=len(bench.vocab))
+    drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, head_init=config.head_init)
+    validation = bench.store(VALIDATION)
+
+    def evaluate(model: Drafter) -> dict:
+        summary = summarise(stepwise_hits(model, validation, config.n_steps, quiet=True), n_boot=2)
+        return {"mat": summary.mat.value, "alpha": summary.alpha}
+
+    trainer = Trainer(bench.target, drafter, bench.vocab, bench.store(TRAIN), config, folder, evaluate)
+    return trainer.run(quiet=bench.quiet)
+
+
+def evaluate(
+    bench: Bench, checkpoint: str | os.PathLike, n_steps: int = 7
+) -> tuple[Drafter, dict[str, DomainEvaluation]]:
+    """Step-wise acceptance of a checkpoint on every held-out domain, in float32, with the n-gram row."""
+    drafter, _ = load_drafter(checkpoint, bench.target)
+    out = {}
+    for domain in bench.domains:
+        hits = stepwise_hits(drafter, bench.store(domain), n_steps, quiet=bench.quiet)
+        out[domain] = DomainEvaluation(drafter=summarise(hits), ngram=summarise(bench.ngram_hits(domain, n_steps)))
+    return drafter, out
+
+
+def run(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainConfig,
+        record: str | os.PathLike) -> RunRecord:
+    """Train, evaluate the best checkpoint, write the record to `record`."""
+    folder = Path(folder)
+    done = train(bench, experiment, folder, config)
+    drafter, measured = evaluate(bench, folder / "best", config.n_steps)
+    curve = [CurvePoint(**point) for point in done.curve]
+    training = TrainingInfo(
+        steps=done.step, tokens_seen=done.tokens, lr=config.lr, seed=config.seed, wall_seconds=done.seconds,
+        tokens_per_second=done.tokens / max(done.seconds, 1e-9), curve=curve,
+        options={**config.model_dump(mode="json"), "best_step": done.best_step,
+                 "validation_conversations": len(bench.examples[VALIDATION])})
+    result = RunRecord(
+        experiment=experiment, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
+        target=bench.target_info(), data=bench.data_info(), training=training, evaluation=measured,
+        code=describe_code(), machine=describe_machine(bench.torch_device))
+    result.save(record)
+    return result
+
+
+def published(experiment: str, profile_name: str, results: str | os.PathLike, *, seed: int = 0, live: bool = False,
+              quiet: bool = True) -> RunRecord:
+    """The committed record of an experiment, or, with `live`, one made now (in the cache; it resumes).
+
+    Raises KvshotError when the record is not there and `live` is False.
+    """
+    name = f"{experiment}-seed{seed}"
+    path = Path(results) / profile_name / f"{name}.json"
+    if not live:
+        if not path.exists():
+            raise KvshotError(f"no record {path}: set live=True to compute it, or choose a profile that has records")
+        return RunRecord.load(path)
+    bench = Bench(profile(profile_name), quiet=quiet)
+    folder = cache_dir() / "runs" / profile_name / name
+    config = bench.profile.train.model_copy(update={"seed": seed})
+    return run(bench, experiment, folder, config, folder / "record.json")
+
+
+def published_drafter(experiment: str, target: Target, results: str | os.PathLike, profile_name: str, *,
+                      seed: int = 0) -> Drafter:
+    """The drafter of a run: the committed checkpoint, else the one that a live run left in the cache."""
+    name = f"{experiment}-seed{seed}"
+    places = [Path(results) / profile_name / name, cache_dir() / "runs" / profile_name / name / "best"]
+    found = next((p for p in places if (p / "config.json").exists()), None)
+    if found is None:
+        raise KvshotError(f"no checkpoint of {name} for profile {profile_name}: train it with "
+                          f"published({experiment!r}, {profile_name!r}, results, live=True)")
+    return load_drafter(found, target)[0]

@@ -1,0 +1,90 @@
+"""Files that are either whole or absent: write to a temporary name, then rename."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvshot.errors import KvshotError
+
+
+def _no_space(path: Path, err: OSError) -> KvshotError:
+    return KvshotError(f"no space left while writing {path}: free some space and run again ({err.strerror})")
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it replaces `path`, on failure it is removed.
+
+    Raises KvshotError when the disk is full; other errors pass through unchanged.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield tmp
+        os.replace(tmp, path)
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(path, err) from err
+        raise
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """The same for a folder: it appears under `path` only when the block ends well.
+
+    An existing folder at `path` is replaced.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir()
+    try:
+        yield tmp
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            os.replace(path, old)
+            os.replace(tmp, path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(tmp, path)
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(path, err) from err
+        raise
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def sha256_file(path: str | os.PathLike) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def require_space(folder: str | os.PathLike, n_bytes: int, what: str) -> None:
+    """Raise KvshotError before writing `n_bytes` to a disk that cannot take them."""
+    folder = Path(folder)
+    probe = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    free = shutil.disk_usage(probe).free
+    if n_bytes > free:
+        raise KvshotError(
+            f"{what} needs {n_bytes / 1e9:.2f} GB but {probe} has {free / 1e9:.2f} GB free: "
+            "free some space or choose another folder"
+        )
+
+
+def cache_dir() -> Path:
+    """Where targets and features are kept: `KVSHOT_CACHE`, else the platform's user cache."""
+    import platformdirs
+
+    return Path(os.environ.get("KVSHOT_CACHE") or platformdirs.user_cache_dir("kvshot", appauthor=False))

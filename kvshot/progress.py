@@ -1,0 +1,53 @@
+"""Progress with time left, for anything that takes more than a few seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@contextmanager
+def progress(description: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Yield `advance(n=1, note="")`. Draws on stderr when it is a terminal, else prints a line now and then.
+
+    `TQDM_DISABLE=1` (what notebooks and tests set) silences it.
+    """
+    if quiet or os.environ.get("TQDM_DISABLE") == "1":
+        yield lambda n=1, note="": None
+        return
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield from _lines(description, total)
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total, note="")
+        yield lambda n=1, note="": bar.update(task, advance=n, note=note)
+
+
+def _lines(description: str, total: int | None, every: float = 30.0) -> Iterator[Callable[..., None]]:
+    """For logs: one line every `every` seconds."""
+    import time
+
+    start = last = time.monotonic()
+    done = 0
+
+    def advance(n: int = 1, note: str = "") -> None:
+        nonlocal done, last
+        done += n
+        now = time.monotonic()
+        if now - last >= every:
+            last = now
+            left = f", {(now - start) / done * (total - done):.0f} s left" if total and done else ""
+            print(f"{description}: {done}/{total or '?'} after {now - start:.0f} s{left} {note}".rstrip(),
+                  file=sys.stderr, flush=True)
+
+    yield advance

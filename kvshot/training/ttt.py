@@ -1,0 +1,141 @@
+"""Training-time test (TTT): unroll a drafter over K steps on captured sequences, and its loss.
+
+Step k of column i gets the ground-truth token x_{i+1+k}, the drafter's own state of step k-1, and is judged by the
+target's distribution at position i+1+k. Only the sampled columns are unrolled; what the others contribute to the prefix
+memory is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvshot.drafters.drafter import Drafter
+from kvshot.training.masks import supervised_columns
+
+
+@dataclass
+class Batch:
+    """B right-padded sequences of captured features.
+
+    ids int64 [B, T]; loss_mask bool [B, T]; hidden [B, n, T, d]; final [B, T, d] (after the target's final norm);
+    argmax int64 [B, T]: the target's own choice after each position; index int64 [B]: sequence numbers in the store.
+    """
+
+    ids: Tensor
+    loss_mask: Tensor
+    hidden: Tensor
+    final: Tensor
+    argmax: Tensor
+    index: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(*(getattr(self, f).to(device, non_blocking=True) for f in self.__dataclass_fields__))
+
+
+@dataclass
+class Columns:
+    """Which columns of a batch are unrolled.
+
+    at int64 [B, N]; valid bool [B, N, K]: supervised at step k; weight float [B]: how many supervised columns of the
+    sequence each sampled one stands for.
+    """
+
+    at: Tensor
+    valid: Tensor
+    weight: Tensor
+
+
+def choose_columns(loss_mask: Tensor, n_steps: int, per_sequence: int | None,
+                   generator: torch.Generator | None = None) -> Columns:
+    """All supervised columns of each sequence, or a random `per_sequence` of them, without replacement.
+
+    With the weights, the sampled loss is an unbiased estimate of the full one's sums. Drawn on the CPU, so that a seed
+    means the same columns on every device.
+    """
+    supervised = supervised_columns(loss_mask, n_steps)
+    first = supervised[..., 0].cpu()
+    counts = first.sum(-1)
+    width = int(counts.max()) if per_sequence is None else min(per_sequence, int(counts.max()))
+    rank = torch.rand(first.shape, generator=generator)
+    chosen = rank.masked_fill(~first, 2.0).topk(max(width, 1), dim=-1, largest=False).indices.sort(-1).values
+    chosen = chosen.to(loss_mask.device)
+    valid = supervised.gather(1, chosen[..., None].expand(-1, -1, n_steps))
+    taken = counts.clamp(max=max(width, 1)).clamp(min=1)
+    return Columns(chosen, valid, (counts / taken).to(loss_mask.device))
+
+
+def gather_columns(x: Tensor, at: Tensor) -> Tensor:
+    """x [B, T, ...] at positions [B, N] -> [B, N, ...]; positions beyond the end are clamped (they are not valid)."""
+    at = at.clamp(max=x.shape[1] - 1)
+    return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(*at.shape, *x.shape[2:]))
+
+
+def unroll(drafter: Drafter, ids: Tensor, hidden: Tensor, columns: Tensor, n_steps: int) -> Iterator[Tensor]:
+    """States [B, N, d] of steps 0..K-1 for columns [B, N], teacher-forced on ids [B, T] and hidden [B, n, T, d]."""
+    fused = drafter.fuse(hidden)
+    positions = torch.arange(1, ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    memory = drafter.remember(ids[:, 1:], positions, None if fused is None else fused[:, :-1])
+    limit = drafter.limit(columns)
+    state = None if fused is None else gather_columns(fused, columns)
+    chain = None
+    for k in range(n_steps):
+        position = columns + 1 + k
+        state, chain = drafter.step(gather_columns(ids, position), position, state, memory, limit, chain)
+        yield state
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """-sum_v p_v log q_v per row, with the gradient q - p kept from the forward pass in the logits' own precision."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, teacher: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        p = teacher.to(wide).softmax(-1)
+        log_q = logits.to(wide).log_softmax(-1)
+        loss = -(p * log_q).sum(-1)
+        ctx.save_for_backward((log_q.exp_() - p).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (difference,) = ctx.saved_tensors
+        return difference * grad[..., None].to(difference.dtype), None
+
+
+def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Cross-entropy of softmax(logits) against softmax(teacher), both [..., V_d] -> [...] (nats)."""
+    return _SoftCrossEntropy.apply(logits, teacher)
+
+
+class TTTLoss(nn.Module):
+    """The objective: sum over steps of decay^k times the mean soft cross-entropy over supervised columns.
+
+    teacher: final states [..., d] -> the target's scores over the draft vocabulary [..., V_d] (`Target.scorer`). The
+    target's distribution is restricted to that vocabulary; positions whose target choice lies outside it are left out
+    of the loss (and count as misses in evaluation).
+    """
+
+    def __init__(self, drafter: Drafter, teacher: Callable[[Tensor], Tensor], *, n_steps: int = 7,
+                 decay: float = 0.8) -> None:
+        super().__init__()
+        self.drafter, self.teacher, self.n_steps, self.decay = drafter, teacher, n_steps, decay
+        in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=drafter.vocab_ids.device)
+        in_vocab[drafter.vocab_ids] = True
+        self.register_buffer("in_vocab", in_vocab, persistent=False)
+
+    def forward(self, batch: Batch, columns: Columns) -> Tensor:
+        loss = batch.final.new_zeros((), dtype=torch.float32)
+        steps = unroll(self.drafter, batch.ids, batch.hidden, columns.at, self.n_steps)
+        for k, state in enumerate(steps):
+            position = columns.at + 1 + k
+            keep = columns.valid[..., k] & self.in_vocab[gather_columns(batch.argmax, position)]
+            with torch.no_grad():
+                teacher = self.teacher(gather_columns(batch.final, position))
+            each = soft_cross_entropy(self.drafter.logits(state), teacher)
+            weight = keep * columns.weight[:, None]
+            loss = loss + self.decay**k * (each * weight).sum() / weight.sum().clamp(min=1e-9)
+        return loss

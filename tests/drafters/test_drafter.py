@@ -1,0 +1,186 @@
+"""The draft column: unrolled training equals step-by-step drafting; nothing looks ahead; a real reference agrees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvshot.drafters.attention import BACKENDS
+from kvshot.training.ttt import unroll
+from tests.drafters.conftest import POINTS, make_drafter, sequence
+
+K = 5
+
+
+def step_by_step(drafter, ids, hidden, column, n_steps=K):
+    """Draft as a decoder would: one sequence, one column, memory grown token by token, nothing from the future."""
+    memory = None
+    fused = drafter.fuse(hidden[:, :, : column + 1])  # the target has states of x_0..x_column only
+    for j in range(column):
+        state = None if fused is None else fused[:, j : j + 1]
+        memory = drafter.remember(ids[:, j + 1 : j + 2], torch.full((1, 1), j + 1), state, memory)
+    if memory is None:  # column 0: nothing before it
+        memory = drafter.remember(ids[:, :0], torch.empty(1, 0, dtype=torch.int64),
+                                  None if fused is None else fused[:, :0])
+    limit = drafter.limit(torch.full((1, 1), column))
+    state, chain, out = None if fused is None else fused[:, column : column + 1], None, []
+    for k in range(n_steps):
+        at = column + 1 + k
+        state, chain = drafter.step(ids[:, at : at + 1], torch.full((1, 1), at), state, memory, limit, chain)
+        out.append(drafter.logits(state)[0, 0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_unroll_equals_step_by_step_drafting(drafter, dtype):
+    drafter = drafter.to(dtype)
+    ids, hidden = sequence(drafter)
+    columns = torch.arange(ids.shape[1] - K).expand(2, -1)  # every step of every column has a token
+    together = torch.stack([drafter.logits(s) for s in unroll(drafter, ids, hidden, columns, K)])
+    for b in range(2):
+        for i in columns[b].tolist():
+            alone = step_by_step(drafter, ids[b : b + 1], hidden[b : b + 1], i)
+            torch.testing.assert_close(together[:, b, i], alone, rtol=0, atol=1e-10 if dtype.itemsize == 8 else 1e-5)
+
+
+def test_a_subset_of_columns_gives_the_same_states(drafter):
+    ids, hidden = sequence(drafter)
+    every = list(unroll(drafter, ids, hidden, torch.arange(8).expand(2, -1), K))
+    some = torch.tensor([[6, 0, 3], [1, 7, 2]])
+    for k, states in enumerate(unroll(drafter, ids, hidden, some, K)):
+        torch.testing.assert_close(states, every[k].gather(1, some[..., None].expand(-1, -1, states.shape[-1])))
+
+
+def test_nothing_looks_ahead_or_at_other_sequences(drafter):
+    """Change every later token and state, and the other sequence: step k of column i must not move at all."""
+    ids, hidden = sequence(drafter)
+    columns = torch.arange(8).expand(2, -1)
+    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
+    for i in (0, 3, 7):
+        for k in range(K):
+            other_ids, other_hidden = ids.clone(), hidden.clone()
+            other_ids[0, i + 2 + k :] = (other_ids[0, i + 2 + k :] + 1) % drafter.config.target_vocab_size
+            other_hidden[0, :, i + 1 :] += 1.0
+            other_ids[1], other_hidden[1] = (ids[1] + 3) % drafter.config.target_vocab_size, -hidden[1]
+            after = torch.stack(list(unroll(drafter, other_ids, other_hidden, columns, K)))
+            torch.testing.assert_close(after[: k + 1, 0, i], before[: k + 1, 0, i], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, 2 layers", "no target info"])
+def test_what_a_column_may_see_it_does_see(name):
+    """The other side of causality: own token of each step, an earlier token, an earlier state all matter."""
+    drafter = make_drafter(**POINTS[name])
+    ids, hidden = sequence(drafter)
+    columns = torch.tensor([[6], [6]])
+    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
+    for position in (3, 7, 8, 11):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % drafter.config.target_vocab_size
+        moved = (torch.stack(list(unroll(drafter, changed, hidden, columns, K))) - before).abs().amax((1, 2, 3)) > 1e-9
+        assert moved.tolist() == [position <= 7 + k for k in range(K)]
+    if drafter.config.reads_hidden:
+        for position in (2, 6):
+            changed = hidden.clone()
+            changed[:, :, position] += 0.5
+            states = torch.stack(list(unroll(drafter, ids, changed, columns, K)))
+            assert ((states - before).abs().amax((1, 2, 3)) > 1e-9).all()
+
+
+def test_without_prefix_attention_earlier_columns_do_not_matter():
+    drafter = make_drafter(**POINTS["no prefix attention"])
+    ids, hidden = sequence(drafter)
+    columns = torch.tensor([[6], [6]])
+    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
+    ids[:, :7], hidden[:, :, :6] = 0, 0.0
+    torch.testing.assert_close(torch.stack(list(unroll(drafter, ids, hidden, columns, K))), before, rtol=0, atol=0)
+
+
+def test_shifting_all_positions_changes_nothing(drafter):
+    """With its own memory only, RoPE is relative: EAGLE's i+k and our i+1+k are the same drafter."""
+    ids, hidden = sequence(drafter)
+    fused = drafter.fuse(hidden)
+    columns = torch.tensor([[2, 5], [0, 7]])
+
+    def run(shift: int):
+        positions = torch.arange(1, ids.shape[1]).expand(2, -1) + shift
+        memory = drafter.remember(ids[:, 1:], positions, None if fused is None else fused[:, :-1])
+        state = None if fused is None else fused.gather(1, columns[..., None].expand(-1, -1, fused.shape[-1]))
+        chain, out = None, []
+        for k in range(K):
+            at = columns + 1 + k
+            state, chain = drafter.step(ids.gather(1, at), at + shift, state, memory, drafter.limit(columns), chain)
+            out.append(state)
+        return torch.stack(out)
+
+    torch.testing.assert_close(run(1000), run(0), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_embedding_only_drafter_is_a_llama(depth):
+    """transformers agrees: with its own memory and no states, step k of column i is Llama on x_1..x_{i+1+k}."""
+    drafter = make_drafter(depth=depth)
+    c = drafter.config
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.target_vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=depth, num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim,
+        rms_norm_eps=c.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        attn_implementation="eager")).double().eval()
+    state = {name: t for name, t in drafter.state_dict().items() if name.startswith(("layers.", "norm."))}
+    state["embed_tokens.weight"] = drafter.embedding
+    llama.model.load_state_dict(state)
+    ids, _ = sequence(drafter)
+    columns = torch.arange(8).expand(2, -1)
+    with torch.no_grad():
+        expected = drafter.lm_head(llama.model(ids[:, 1:]).last_hidden_state)  # entry j: x_1..x_{j+1}
+        for k, s in enumerate(unroll(drafter, ids, None, columns, K)):
+            torch.testing.assert_close(drafter.logits(s), expected[:, k : k + 8], rtol=0, atol=1e-6)
+
+
+def test_attention_backends_agree_with_the_loops():
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 5, 4, generator=g, dtype=torch.float64)
+    keys, values = (torch.randn(2, 3, 7, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    chain_k, chain_v = (torch.randn(2, 3, 5, 2, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    limit = torch.tensor([[0, 1, 3, 7, 7], [2, 0, 5, 6, 1]])
+    expected = BACKENDS["reference"](q, keys, values, limit, chain_k, chain_v)
+    for name, backend in BACKENDS.items():
+        got = backend(q, keys, values, limit, chain_k, chain_v)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12, msg=name)
+        hidden = keys.clone()
+        hidden[0, :, 3:] = torch.nan  # what lies beyond a column's limit must not even be multiplied
+        assert torch.isfinite(backend(q[:1, :, :3], hidden[:1, :, :3], values[:1, :, :3], limit[:1, :3],
+                                      chain_k[:1, :, :3], chain_v[:1, :, :3])).all(), name
+
+
+def test_an_empty_memory_is_no_nan():
+    g = torch.Generator().manual_seed(0)
+    q, chain = torch.randn(1, 2, 3, 4, generator=g), torch.randn(1, 1, 3, 1, 4, generator=g)
+    empty = torch.empty(1, 1, 0, 4)
+    for backend in BACKENDS.values():
+        out = backend(q, empty, empty, torch.zeros(1, 3, dtype=torch.int64), chain, chain)
+        torch.testing.assert_close(out, chain[:, :, :, 0].expand(-1, 2, -1, -1))
+
+
+def test_a_state_enters_twice_normalised_and_as_it_is():
+    """EAGLE-3's layer by hand: [norm(e); norm(g)] into attention, the un-normed g as residual."""
+    drafter = make_drafter(hidden_layers=(1, 2, 4))
+    ids, hidden = sequence(drafter, batch=1)
+    layer, w = drafter.layers[0], drafter.state_dict()
+    g = torch.cat([hidden[0, n, 0] for n in range(3)]) @ w["fc.weight"].T
+    e = drafter.embedding[ids[0, 1]]
+
+    def norm(x, weight):
+        return x / (x.square().mean() + drafter.config.norm_eps).sqrt() * weight
+
+    x = torch.cat([norm(e, w["layers.0.input_layernorm.weight"]), norm(g, w["layers.0.hidden_norm.weight"])])
+    v = (x @ w["layers.0.self_attn.v_proj.weight"].T).view(2, -1)
+    attended = v.repeat_interleave(2, 0).flatten()  # column 0 at step 0 sees itself only
+    h = g + attended @ w["layers.0.self_attn.o_proj.weight"].T
+    n = norm(h, w["layers.0.post_attention_layernorm.weight"])
+    m = torch.nn.functional.silu(n @ w["layers.0.mlp.gate_proj.weight"].T) * (n @ w["layers.0.mlp.up_proj.weight"].T)
+    out = h + m @ w["layers.0.mlp.down_proj.weight"].T
+    state = next(iter(unroll(drafter, ids, hidden, torch.zeros(1, 1, dtype=torch.int64), 1)))[0, 0]
+    torch.testing.assert_close(state, out)
+    torch.testing.assert_close(drafter.logits(state), norm(out, w["norm.weight"]) @ w["lm_head.weight"].T)
+    assert layer.takes_state

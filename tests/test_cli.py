@@ -1,0 +1,101 @@
+"""The command line as a user meets it: the smoke profile from end to end; a mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvshot.data import Conversation, Message, read_conversations, write_conversations
+from kvshot.data.corpus import Corpus
+from kvshot.errors import KvshotError
+from kvshot.experiments import RunRecord
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("cli")
+
+
+def kvshot(place, *args, ok=True):
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshot", *map(str, args)], capture_output=True, text=True, cwd=place, timeout=240,
+        env={**os.environ, "KVSHOT_CACHE": str(place / "cache"), "COLUMNS": "200", "HF_HUB_OFFLINE": "1",
+             "TQDM_DISABLE": "1"})
+    if ok:
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvshot: "), done.stderr
+    return lines[0]
+
+
+@pytest.mark.slow
+def test_train_evaluate_show(place):
+    printed = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--device", "cpu")
+    assert "held_out: 40 conversations" in printed and "n-gram, marginal" in printed
+    record = RunRecord.load(place / "run" / "record.json")
+    assert record.experiment == "eagle3" and record.training.steps == 40 and record.profile == "smoke"
+    assert record.drafter["hidden_layers"] == [2, 3, 4] and record.data.n_train_conversations == 180
+    again = kvshot(place, "evaluate", "run/best", "--profile", "smoke", "--device", "cpu")
+    alpha0 = record.evaluation["held_out"].drafter.steps[0].alpha_marginal
+    assert f"{alpha0.value:.3f}" in again
+    assert "eagle3" in kvshot(place, "show", "run/record.json")
+    # the same command again has nothing left to train and measures the same
+    kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--device", "cpu")
+    assert RunRecord.load(place / "run" / "record.json").evaluation == record.evaluation
+    other = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--lr", "0.1", ok=False)
+    assert "another recipe" in other
+
+
+@pytest.mark.slow
+def test_data_commands(place):
+    sharegpt = place / "sharegpt.jsonl"
+    good = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
+    sharegpt.write_text(json.dumps(good) + "\nnot json\n")
+    assert "line 2" in kvshot(place, "data", "convert", sharegpt, "out.jsonl", ok=False)
+    assert not (place / "out.jsonl").exists()
+    assert "1 conversations" in kvshot(place, "data", "convert", sharegpt, "out.jsonl", "--on-bad", "skip")
+    assert read_conversations(place / "out.jsonl").conversations[0].messages[1].content == "Hello!"
+    assert "⟦Hello!" in kvshot(place, "data", "preview", "out.jsonl", "--target", "smoke")
+    kvshot(place, "capture", "--profile", "smoke", "--device", "cpu")
+    assert len(list((place / "cache" / "features").iterdir())) == 3
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (("train", "eagle4", "--profile", "smoke"), "unknown experiment 'eagle4'"),
+    (("train", "eagle3", "--profile", "tiny"), "unknown profile 'tiny'"),
+    (("evaluate", "nowhere", "--profile", "smoke"), "no drafter checkpoint"),
+    (("show", "nowhere.json"), "nowhere.json"),
+    (("data", "preview", "nowhere.jsonl", "--target", "smoke"), "nowhere.jsonl"),
+    (("data", "preview", "empty.jsonl", "--target", "smoke"), "no conversations"),
+    (("data", "preview", "silent.jsonl", "--target", "smoke"), "no assistant token"),
+    (("data", "preview", "silent.jsonl", "--target", "no/such-target"), "no/such-target"),
+    (("data", "answer", "nowhere.jsonl", "out.jsonl", "--target", "smoke"), "nowhere.jsonl"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(place, args, message):
+    (place / "empty.jsonl").write_text("")
+    write_conversations(place / "silent.jsonl", [Conversation(id="q", messages=[Message(role="user", content="Hi")])])
+    before = sorted(p.name for p in place.iterdir())
+    assert message in kvshot(place, *args, ok=False)
+    assert sorted(p.name for p in place.iterdir() if p.name != "cache") == [n for n in before if n != "cache"]
+
+
+def test_a_corpus_is_checked(tmp_path):
+    some = [Conversation(id="q", messages=[Message(role="user", content="Hi"), Message(role="assistant", content="Ho")],
+                         meta={"answer_tokens": 1})]
+    Corpus.save(tmp_path, "tiny", {"target": "smoke"}, {"train": some, "held_out": some})
+    back = Corpus.load(tmp_path)
+    assert back.splits["train"] == some and back.info.splits["train"].answer_tokens == 1
+    first = (tmp_path / "train.jsonl.xz").read_bytes()
+    Corpus.save(tmp_path, "tiny", {"target": "smoke"}, {"train": some, "held_out": some})
+    assert (tmp_path / "train.jsonl.xz").read_bytes() == first
+    write_conversations(tmp_path / "train.jsonl.xz", some * 2)
+    with pytest.raises(KvshotError, match="differs from recipe.json"):
+        Corpus.load(tmp_path)
+    with pytest.raises(KvshotError, match="no data set"):
+        Corpus.load(tmp_path / "nowhere")

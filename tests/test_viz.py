@@ -1,0 +1,72 @@
+"""Figures hold the numbers they were given, and labels that do not overlap."""
+
+import itertools
+
+import matplotlib
+import numpy as np
+import pytest
+
+from kvshot.errors import KvshotError
+from kvshot.evaluation import StepwiseHits, summarise
+from kvshot.viz import Decay, alpha_decay, decay_table, set_style
+
+matplotlib.use("Agg")
+
+OURS = Decay("ours", [0.7, 0.6, 0.5], [0.68, 0.57, 0.46], [0.72, 0.63, 0.54], n=1234)
+PAPER = Decay("paper", [0.74, 0.69, 0.65], kind="paper")
+NGRAM = Decay("n-gram", [0.3, 0.3, 0.3], kind="reference")
+
+
+def test_lines_and_bands_are_the_numbers():
+    (axes,) = alpha_decay([OURS, PAPER, NGRAM]).axes
+    for line, series in zip(axes.lines, [OURS, PAPER, NGRAM], strict=True):
+        assert list(line.get_xdata()) == [0, 1, 2]
+        assert list(line.get_ydata()) == list(series.alpha)
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--", ":"]
+    (band,) = axes.collections
+    corners = {tuple(v) for v in np.round(band.get_paths()[0].vertices, 6)}
+    assert {(0, 0.68), (1, 0.57), (2, 0.46), (0, 0.72), (1, 0.63), (2, 0.54)} <= corners
+    assert [t.get_text() for t in axes.texts if "ours" in t.get_text()] == ["ours\nn = 1,234"]
+    assert axes.get_xlabel() and axes.get_ylabel()
+
+
+def test_series_from_an_evaluation():
+    valid = np.ones((4, 2), dtype=bool)
+    valid[3, 1] = False
+    hits = np.array([[1, 0], [1, 1], [0, 0], [1, 0]], dtype=bool)
+    columns = StepwiseHits(hits, valid, np.array([0, 0, 1, 1]), np.zeros_like(hits))
+    summary = summarise(columns, n_boot=50)
+    series = Decay.from_summary("ours", summary)
+    assert (series.alpha, series.n, series.kind) == ([3 / 4, 1 / 3], 4, "measured")
+    assert series.low[0] == summary.steps[0].alpha_marginal.low
+    assert series.high[1] == summary.steps[1].alpha_marginal.high
+
+    alone = StepwiseHits(hits, valid, np.zeros(4, dtype=int), np.zeros_like(hits))
+    assert Decay.from_summary("one conversation", summarise(alone, n_boot=50)).low is None
+
+
+@pytest.mark.parametrize("last", [[0.5, 0.5, 0.5, 0.5], [0.5, 0.51, 0.1, 0.5], [0.02, 0.01, 0.9, 0.0]])
+def test_labels_do_not_overlap(last):
+    set_style()
+    figure = alpha_decay([Decay(f"series {i}", [0.9, y], n=10_000 * i) for i, y in enumerate(last)])
+    figure.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in figure.axes[0].texts]
+    assert len(boxes) == len(last)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    width, height = figure.canvas.get_width_height()
+    assert all(0 <= b.x0 and b.x1 <= width and 0 <= b.y0 and b.y1 <= height for b in boxes)
+
+
+def test_table_prints_what_the_figure_shows():
+    table = decay_table([OURS, PAPER])
+    assert list(table["ours"]) == ["0.700 [0.680, 0.720]", "0.600 [0.570, 0.630]", "0.500 [0.460, 0.540]"]
+    assert list(table["paper"]) == ["0.740", "0.690", "0.650"]
+
+
+def test_series_that_do_not_fit_are_refused():
+    with pytest.raises(KvshotError, match="same number of steps"):
+        alpha_decay([OURS, Decay("short", [0.5])])
+    with pytest.raises(KvshotError, match="at least one"):
+        alpha_decay([])
+    with pytest.raises(KvshotError, match="interval"):
+        Decay("x", [0.5, 0.4], low=[0.4, 0.3])

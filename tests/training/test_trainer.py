@@ -1,0 +1,113 @@
+"""Resume is exact, the schedule is what it says, the best checkpoint is by MAT, bad losses stop the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvshot.drafters.checkpoint import load_drafter
+from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import summarise
+from kvshot.evaluation.stepwise import stepwise_hits
+from kvshot.training.batches import plan_epoch, training_batches
+from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, new_drafter
+
+CONFIG = TrainConfig(steps=8, batch_tokens=512, columns_per_sequence=8, n_steps=3, eval_every=4, lr=3e-3,
+                     precision="no")
+
+
+def measure(small):
+    def evaluate(drafter):
+        return {"mat": summarise(stepwise_hits(drafter, small.store, 3, quiet=True), n_boot=2).mat.value}
+
+    return evaluate
+
+
+def trainer(small, folder, config=CONFIG, evaluate=None):
+    drafter = new_drafter(small.target, small.config, small.vocab, seed=config.seed)
+    return Trainer(small.target, drafter, small.vocab, small.store, config, folder, evaluate or measure(small))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_two_halves_are_one_whole(small, tmp_path, precision):
+    """N + N steps = 2 N steps, bit for bit: weights, optimizer, schedule, data order, columns."""
+    config = CONFIG.model_copy(update={"precision": precision})
+    whole = trainer(small, tmp_path / "whole", config)
+    whole.run(quiet=True)
+    first = trainer(small, tmp_path / "halves", config)
+    first.run(until=4, quiet=True)
+    second = trainer(small, tmp_path / "halves", config)
+    done = second.run(quiet=True)
+    assert done.step == 8 and [p["step"] for p in done.curve] == [4, 8]
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+        assert not torch.equal(tensor, first.drafter.state_dict()[name]), name
+    assert [p["loss"] for p in done.curve] == [p["loss"] for p in whole.done.curve]
+    assert done.tokens == whole.done.tokens
+
+
+def test_training_learns(small, tmp_path):
+    config = CONFIG.model_copy(update={"steps": 60, "eval_every": 30, "columns_per_sequence": None})
+    run = trainer(small, tmp_path, config)
+    before = measure(small)(run.drafter)["mat"]
+    done = run.run(quiet=True)
+    assert done.curve[-1]["loss"] < done.curve[0]["loss"] - 0.1
+    assert done.best_mat > before + 0.05
+    best, vocab = load_drafter(tmp_path / "best", small.target)
+    assert measure(small)(best)["mat"] == done.best_mat
+    assert torch.equal(vocab.ids, small.vocab.ids)
+
+
+def test_the_best_checkpoint_is_chosen_by_mat_not_by_loss(small, tmp_path):
+    answers = iter([{"mat": 2.0}, {"mat": 1.0}])
+    run = trainer(small, tmp_path, evaluate=lambda drafter: next(answers))
+    run.run(until=4, quiet=True)
+    kept = {name: t.clone() for name, t in run.drafter.state_dict().items()}
+    done = run.run(quiet=True)
+    assert (done.best_step, done.best_mat) == (4, 2.0)
+    best, _ = load_drafter(tmp_path / "best", small.target)
+    assert all(torch.equal(kept[name], t) for name, t in best.state_dict().items())
+
+
+def test_another_recipe_does_not_resume(small, tmp_path):
+    trainer(small, tmp_path).run(until=4, quiet=True)
+    with pytest.raises(KvshotError, match="another recipe"):
+        trainer(small, tmp_path, CONFIG.model_copy(update={"lr": 1e-4})).run(quiet=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_nothing(small, tmp_path):
+    run = trainer(small, tmp_path)
+    run.drafter.fc.weight.data[0, 0] = torch.nan
+    with pytest.raises(KvshotError, match="loss is nan"):
+        run.run(quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_learning_rate_schedule():
+    config = CONFIG.model_copy(update={"steps": 100, "warmup": 0.1, "lr": 1.0, "final_lr": 0.2})
+    rates = [learning_rate(config, s) for s in range(101)]
+    assert rates[:10] == pytest.approx([(s + 1) / 10 for s in range(10)])
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.6) and rates[100] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_the_head_starts_as_asked(small):
+    ours = new_drafter(small.target, small.config, small.vocab, seed=0, head_init="target")
+    assert torch.equal(ours.lm_head.weight, small.target.head_weight[small.vocab.ids].float())
+    assert torch.equal(ours.norm.weight, small.target.decoder.norm.weight.float())
+    random = new_drafter(small.target, small.config, small.vocab, seed=0, head_init="random")
+    assert random.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(random.fc.weight, ours.fc.weight)
+
+
+def test_batches_cover_each_epoch_once_within_the_budget():
+    lengths = [5, 90, 33, 12, 60, 7, 41, 41, 88, 20]
+    plans = [plan_epoch(lengths, 128, seed=3, epoch=e) for e in range(3)]
+    for plan in plans:
+        assert sorted(i for b in plan for i in b) == list(range(10))
+        assert all(max(lengths[i] for i in b) * len(b) <= 128 for b in plan)
+    assert plans[0] != plans[1] and plans[0] == plan_epoch(lengths, 128, seed=3, epoch=0)
+    flat = [b for plan in plans for b in plan]
+    for start in (0, 2, len(plans[0]), len(plans[0]) + 1):
+        ahead = training_batches(lengths, 128, 3, start)
+        assert [next(ahead) for _ in range(3)] == flat[start : start + 3]
