@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,16 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvshot.allocator import restart_with_settings
 from kvshot.errors import KvshotError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Drafters for long-range speculative decoding: data, capture, training, evaluation.")
 data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look at.")
 app.add_typer(data, name="data")
-console = Console()
+console = Console(markup=False, highlight=False, soft_wrap=True)  # paths and [intervals] as they are
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke or laptop")]
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
+DataOption = Annotated[Optional[Path], typer.Option(help="another corpus folder than the profile's")]  # noqa: UP045
 DeviceOption = Annotated[Optional[str], typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]  # noqa: UP045
 
 
@@ -32,20 +33,16 @@ class OnBad(StrEnum):
 
 def main() -> None:
     """Run the command line; KvshotError becomes one line on stderr and exit code 2."""
-    if sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
-        from kvshot.data.synthesize import MALLOC
-
-        # glibc reads these when a process starts: start again, with them (page faults cost a CPU run up to 3x)
-        os.environ.update({k: os.environ.get(k, v) for k, v in MALLOC.items()})
-        os.execv(sys.executable, [sys.executable, "-m", "kvshot", *sys.argv[1:]])
+    restart_with_settings()
     try:
         app()
     except KvshotError as err:
         print(f"kvshot: {err}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("kvshot: interrupted; the same command goes on where it stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    except OSError as err:
+        print(f"kvshot: {err.filename or 'a file'}: {err.strerror or err}: check the path and its permissions",
+              file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 @data.command()
@@ -55,7 +52,7 @@ def synthesize(
     answer_tokens: Annotated[int, typer.Option(min=1, help="stop when this many answer tokens were kept")] = 100_000,
     temperature: Annotated[float, typer.Option(min=0, help="of the answers; 0 is greedy")] = 0.7,
     max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
     held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a third more choose checkpoints")] = 300,
 ) -> None:
@@ -111,28 +108,33 @@ def _print_bad(bad: list[tuple[int, str]]) -> None:
 @data.command()
 def answer(
     prompts: Annotated[str, typer.Argument(help="'human-eval', or a file of conversations that end with a user turn")],
-    out: Annotated[Path, typer.Argument(help="messages JSONL to write; parts of an unfinished run in OUT.parts")],
+    corpus: Annotated[Path, typer.Argument(help="data set folder that gets the answers as one more split")],
+    split: Annotated[str, typer.Option(help="name of the split; parts of an unfinished run in CORPUS/SPLIT.parts")],
     target: TargetOption = "smollm2-135m",
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.7,
     max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     workers: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
 ) -> None:
-    """Let the target answer given prompts (regenerated answers, as in the paper's Table 4)."""
-    from kvshot.data import human_eval_prompts, read_conversations, write_conversations
-    from kvshot.data.synthesize import Recipe
+    """Let the target answer given prompts: another held-out domain of a data set."""
+    from kvshot.data import human_eval_prompts, read_conversations
+    from kvshot.data.corpus import Corpus
+    from kvshot.data.synthesize import Recipe, describe
     from kvshot.data.synthesize import answer as let_answer
 
     given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
-    recipe = Recipe(target=target, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
-    kept, report = let_answer(recipe, out.with_name(out.name + ".parts"), given, workers=workers)
-    write_conversations(out, kept)
-    console.print(f"{report}\n{out}: {len(kept)} conversations")
+    Corpus.load(corpus)  # a wrong folder is better noticed before the work than after it
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    kept, report = let_answer(recipe, corpus / f"{split}.parts", given, workers=workers)
+    about = describe(recipe, report) | {"prompts": prompts}
+    Corpus.add(corpus, split, kept, about)
+    console.print(f"{report}\n{corpus}: split {split}, {len(kept)} conversations")
 
 
 @app.command()
-def capture(profile: ProfileOption = "laptop", device: DeviceOption = None) -> None:
+def capture(profile: ProfileOption = "laptop", data: DataOption = None, device: DeviceOption = None) -> None:
     """Run the target once over the profile's data and keep its states (in the cache, by content)."""
-    bench = _bench(profile, device)
+    bench = _bench(profile, device, data)
     for name in bench.conversations:
         store = bench.store(name)
         console.print(f"{store.folder}: {len(store)} sequences, {store.n_tokens} tokens")
@@ -145,15 +147,18 @@ def train(
     out: Annotated[Optional[Path], typer.Option(help="folder of the run; the same folder resumes it")] = None,  # noqa: UP045
     steps: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
     lr: Annotated[Optional[float], typer.Option(min=0)] = None,  # noqa: UP045
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    data: DataOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Train an experiment's drafter, evaluate the best checkpoint, write the record."""
+    from kvshot.drafters.config import checked
     from kvshot.experiments.run import run
+    from kvshot.training.trainer import TrainConfig
 
-    bench = _bench(profile, device)
-    given = {"steps": steps, "lr": lr, "seed": seed}
-    config = bench.profile.train.model_copy(update={k: v for k, v in given.items() if v is not None})
+    bench = _bench(profile, device, data)
+    given = {k: v for k, v in {"steps": steps, "lr": lr, "seed": seed}.items() if v is not None}
+    config = checked(TrainConfig, {**bench.profile.train.model_dump(), **given})
     out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
     record = run(bench, experiment, out, config, out / "record.json")
     show_record(record)
@@ -165,14 +170,15 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="folder of a drafter")],
     profile: ProfileOption = "laptop",
     steps: Annotated[int, typer.Option("-k", min=1, help="draft steps K")] = 7,
+    data: DataOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Step-wise acceptance of a checkpoint on the profile's held-out data."""
     from kvshot.experiments.run import evaluate as measure
 
-    _, domains = measure(_bench(profile, device), checkpoint, steps)
+    _, domains = measure(_bench(profile, device, data), checkpoint, steps)
     for name, domain in domains.items():
-        console.print(_table(name, domain))
+        _show_domain(name, domain)
 
 
 @app.command()
@@ -187,44 +193,43 @@ def show(records: Annotated[list[Path], typer.Argument(help="record files, or fo
 
 def show_record(record) -> None:
     """Print what a record measured, per domain, and how it was trained."""
-    console.print(f"[bold]{record.experiment}[/] on {record.target.name} ({record.profile}), kvshot "
+    console.print(f"{record.experiment} on {record.target.name} ({record.profile}), kvshot "
                   f"{record.code.version}, {record.created:%Y-%m-%d}, {record.machine.device}")
     if record.training:
         t = record.training
         console.print(f"{t.steps} steps, {t.tokens_seen:,} tokens seen in {t.wall_seconds:.0f} s "
                       f"({t.tokens_per_second:,.0f} tokens/s), seed {t.seed}, learning rate {t.lr}")
     for name, domain in record.evaluation.items():
-        console.print(_table(name, domain))
+        _show_domain(name, domain)
 
 
-def _table(name: str, domain) -> Table:
-    steps = domain.drafter.steps
-    table = Table(title=f"{name}: {domain.drafter.n_conversations} conversations, {domain.drafter.n_columns} columns, "
-                        "95 % intervals over conversations")
+def _show_domain(name: str, domain) -> None:
+    """Alphas as a table, MAT and retention below."""
+    table = Table(title=f"{name}: {domain.drafter.n_conversations} conversations, {domain.drafter.n_columns} columns")
     table.add_column("")
-    for s in steps:
+    for s in domain.drafter.steps:
         table.add_column(f"α{s.step}", justify="right")
-    table.add_column("MAT", justify="right")
-    table.add_column("retention", justify="right")
-    rows = [("drafter", domain.drafter)] + ([("n-gram", domain.ngram)] if domain.ngram else [])
-    for label, summary in rows:
+    rows = {"drafter": domain.drafter} | ({"n-gram": domain.ngram} if domain.ngram else {})
+    for label, summary in rows.items():
         for kind in ("marginal", "joint", "conditional"):
             rates = [getattr(s, f"alpha_{kind}") for s in summary.steps]
-            cells = [f"{r.value:.3f}" if r.value is not None else "-" for r in rates]
-            mat = summary.mat if kind == "marginal" else summary.mat_joint if kind == "joint" else None
-            kept = summary.retention if kind == "marginal" else None
-            table.add_row(f"{label}, {kind}", *cells, _interval(mat), _interval(kept))
-    return table
+            table.add_row(f"{label}, {kind}", *(f"{r.value:.3f}" if r.value is not None else "-" for r in rates))
+    console.print(table)
+    for label, summary in rows.items():
+        parts = {"MAT": summary.mat, "from joint alphas": summary.mat_joint, "retention": summary.retention}
+        console.print(f"{label}: " + ", ".join(f"{what} {_interval(e)}" for what, e in parts.items()))
 
 
 def _interval(estimate) -> str:
-    if estimate is None or estimate.value is None:
-        return ""
+    if estimate.value is None:
+        return "undefined"
+    if estimate.low is None:
+        return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _bench(name: str, device: str | None):
+def _bench(name: str, device: str | None, data: Path | None):
     from kvshot.experiments.bench import Bench
     from kvshot.experiments.profiles import profile
 
-    return Bench(profile(name), device=device)
+    return Bench(profile(name, data), device=device)

@@ -13,8 +13,15 @@ from pathlib import Path
 from kvshot.errors import KvshotError
 
 
-def _no_space(path: Path, err: OSError) -> KvshotError:
-    return KvshotError(f"no space left while writing {path}: free some space and run again ({err.strerror})")
+def _is_full(err: Exception) -> bool:
+    """Whether writing failed for want of space; torch and safetensors say so in errors of their own."""
+    if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(word in str(err) for word in ("No space left", "PytorchStreamWriter failed", "inline_container"))
+
+
+def _no_space(path: Path) -> KvshotError:
+    return KvshotError(f"no space left while writing {path}: free some space and run again")
 
 
 @contextmanager
@@ -29,9 +36,9 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     try:
         yield tmp
         os.replace(tmp, path)
-    except OSError as err:
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(path, err) from err
+    except Exception as err:
+        if _is_full(err):
+            raise _no_space(path) from err
         raise
     finally:
         tmp.unlink(missing_ok=True)
@@ -57,9 +64,9 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(tmp, path)
-    except OSError as err:
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(path, err) from err
+    except Exception as err:
+        if _is_full(err):
+            raise _no_space(path) from err
         raise
     finally:
         shutil.rmtree(tmp, ignore_errors=True)

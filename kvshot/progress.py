@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY = 30.0  # seconds between lines in a log
 
 
 @contextmanager
@@ -33,10 +36,8 @@ def progress(description: str, total: int | None, *, quiet: bool = False) -> Ite
         yield lambda n=1, note="": bar.update(task, advance=n, note=note)
 
 
-def _lines(description: str, total: int | None, every: float = 30.0) -> Iterator[Callable[..., None]]:
-    """For logs: one line every `every` seconds."""
-    import time
-
+def _lines(description: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """For logs: one line every `EVERY` seconds."""
     start = last = time.monotonic()
     done = 0
 
@@ -44,7 +45,7 @@ def _lines(description: str, total: int | None, every: float = 30.0) -> Iterator
         nonlocal done, last
         done += n
         now = time.monotonic()
-        if now - last >= every:
+        if now - last >= EVERY:
             last = now
             left = f", {(now - start) / done * (total - done):.0f} s left" if total and done else ""
             print(f"{description}: {done}/{total or '?'} after {now - start:.0f} s{left} {note}".rstrip(),

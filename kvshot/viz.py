@@ -173,7 +173,7 @@ def learning_curve(curves: dict[str, Sequence], *, ylabel: str = "MAT on validat
 
 
 def round_table(tokenizer, drafted: Round) -> pd.DataFrame:
-    """One draft-and-verify round, a row a step: the proposal, its probability, the target's choice, what became of it."""
+    """One draft-and-verify round, a row a step: proposal, its probability, the target's choice, what became of it."""
     rows = []
     for k, (token, p) in enumerate(zip(drafted.drafted, drafted.probability, strict=True)):
         fate = "accepted" if k < drafted.accepted else "rejected" if k == drafted.accepted else "not reached"

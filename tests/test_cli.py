@@ -75,7 +75,9 @@ def test_data_commands(place):
     (("data", "preview", "empty.jsonl", "--target", "smoke"), "no conversations"),
     (("data", "preview", "silent.jsonl", "--target", "smoke"), "no assistant token"),
     (("data", "preview", "silent.jsonl", "--target", "no/such-target"), "no/such-target"),
-    (("data", "answer", "nowhere.jsonl", "out.jsonl", "--target", "smoke"), "nowhere.jsonl"),
+    (("data", "answer", "nowhere.jsonl", "corpus", "--split", "x", "--target", "smoke"), "nowhere.jsonl"),
+    (("train", "eagle3", "--profile", "smoke", "--lr", "nan"), "lr"),
+    (("train", "eagle3", "--profile", "smoke", "--data", "nowhere"), "no data set in nowhere"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(place, args, message):
     (place / "empty.jsonl").write_text("")

@@ -62,6 +62,13 @@ class Corpus:
         return cls(info, splits)
 
     @classmethod
+    def add(cls, folder: str | os.PathLike, split: str, conversations: list[Conversation], recipe: Mapping) -> Corpus:
+        """Write one more split (another domain) into a corpus folder, its recipe under the split's name."""
+        corpus = cls.load(folder)
+        splits = {**corpus.splits, split: conversations}
+        return cls.save(folder, corpus.info.name, {**corpus.info.recipe, split: dict(recipe)}, splits)
+
+    @classmethod
     def save(cls, folder: str | os.PathLike, name: str, recipe: Mapping, splits: Mapping[str, list[Conversation]]
              ) -> Corpus:
         """Write every split as compressed JSONL, then the recipe with their hashes; returns the corpus."""

@@ -92,25 +92,22 @@ class Row:
             self.outcome, self.segment = "gave up", len(self.segments)
 
 
+KNOWN = ("llama", "qwen2", "qwen3", "mistral")  # the same blocks, up to biases and norms of queries and keys
+
+
 class _Layers:
     """The weights of a decoder whose blocks have the common shape, fused for few large products."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        cfg, base = model.config, model.model
+        cfg = model.config
+        if cfg.model_type not in KNOWN or getattr(cfg, "sliding_window", None):
+            raise KvshotError(f"the fast generator knows {', '.join(KNOWN)} without sliding windows, not "
+                              f"{type(model).__name__}: let a server such as vLLM write the answers and read them as "
+                              "messages JSONL")
+        base = model.model
         self.base, self.head = base, model.lm_head.weight
         self.n_heads, self.n_kv = cfg.num_attention_heads, cfg.num_key_value_heads
-        self.layers = []
-        for layer in base.layers:
-            attn, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-            needed = [(attn, "q_proj"), (attn, "k_proj"), (attn, "v_proj"), (attn, "o_proj"), (mlp, "gate_proj"),
-                      (mlp, "up_proj"), (mlp, "down_proj"), (layer, "post_attention_layernorm")]
-            if any(not hasattr(m, n) for m, n in needed) or hasattr(layer, "pre_feedforward_layernorm"):
-                raise KvshotError(f"the fast generator does not know the blocks of {type(model).__name__}: "
-                                  "let a server such as vLLM write the answers and read them as messages JSONL")
-            if getattr(attn, "sliding_window", None) or getattr(cfg, "sliding_window", None):
-                raise KvshotError(f"the fast generator has no sliding windows, which {type(model).__name__} uses: "
-                                  "let a server such as vLLM write the answers and read them as messages JSONL")
-            self.layers.append((layer, attn, mlp))
+        self.layers = [(layer, layer.self_attn, layer.mlp) for layer in base.layers]
         self.head_dim = self.layers[0][1].head_dim
         with torch.no_grad():
             self.qkv = [_fuse(a.q_proj, a.k_proj, a.v_proj) for _, a, _ in self.layers]
@@ -185,21 +182,21 @@ class BlockGenerator:
         live: list[_Block] = []
         todo = iter(blocks)
         more = True
-        with torch.inference_mode():
-            while True:
-                while more and sum(len(b.order) for b in live) + self.block_rows <= self.max_rows:
-                    item = next(todo, None)
-                    if item is None:
-                        more = False
-                    else:
-                        live.append(self._open(*item))
-                if not live:
-                    return
-                self._step(live)
-                for block in [b for b in live if not b.order]:
-                    live.remove(block)
-                    yield block.number, block.rows
+        while True:
+            while more and sum(len(b.order) for b in live) + self.block_rows <= self.max_rows:
+                item = next(todo, None)
+                if item is None:
+                    more = False
+                else:
+                    live.append(self._open(*item))
+            if not live:
+                return
+            self._step(live)
+            for block in [b for b in live if not b.order]:
+                live.remove(block)
+                yield block.number, block.rows
 
+    @torch.inference_mode()
     def _open(self, number: int, rows: list[Row]) -> _Block:
         if len(rows) > self.block_rows:
             raise ValueError(f"block {number} has {len(rows)} rows, more than {self.block_rows}")
@@ -212,13 +209,15 @@ class BlockGenerator:
             row.last = self.prefix[-1]
         return _Block(number, rows, list(range(len(rows))), cache, w.n_kv, length, rng)
 
+    @torch.inference_mode()
     def _step(self, live: list[_Block]) -> None:
         slots = [(b, i) for b in live for i in range(len(b.order))]
         rows = [b.rows[b.order[i]] for b, i in slots]
         hidden = self._forward(live, torch.tensor([r.last for r in rows]))
         sampled = [i for i, r in enumerate(rows) if not r.queue]
+        # drawn at every step, needed or not: a block's draws must not depend on what runs beside it
+        draws = torch.cat([torch.rand(len(b.order), generator=b.rng) for b in live])
         if sampled:
-            draws = torch.cat([torch.rand(len(b.order), generator=b.rng) for b in live])
             logits = F.linear(hidden[sampled], self.w.head)
             chosen = choose(logits, [rows[i].segments[rows[i].segment] for i in sampled], draws[sampled])
             for i, token in zip(sampled, chosen.tolist(), strict=True):
@@ -277,7 +276,9 @@ def choose(logits: torch.Tensor, segments: Sequence[Sampled], draws: torch.Tenso
     p = p * ((p.cumsum(-1) - p < top_p) & (torch.arange(k) < top_k))
     edges = p.cumsum(-1)
     pick = (edges <= draws[:, None] * edges[:, -1:]).sum(-1).clamp(max=k - 1)
-    return ids.gather(1, pick[:, None])[:, 0]
+    chosen = ids.gather(1, pick[:, None])[:, 0]
+    greedy = torch.tensor([s.temperature == 0 for s in segments])
+    return torch.where(greedy, logits.argmax(-1), chosen) if greedy.any() else chosen
 
 
 def _top(x: torch.Tensor, k: int, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,9 +22,12 @@ class Split(NamedTuple):
 
 def split(
     conversations: Sequence[Conversation], *, held_out: float | int = 0.05, seed: int = 0,
-    prefix_words: int = 16, gram: int = 8, overlap: float = 0.5,
+    among: int | None = None, prefix_words: int = 16, gram: int = 8, overlap: float = 0.5,
 ) -> Split:
     """Hold out whole conversations (a share, or a number of them), then drop near-duplicates from the rest.
+
+    They are drawn from the first `among` conversations (default: all), so that a data set which grows at its end
+    keeps its held-out part and the order of its training part.
 
     A training conversation is dropped when its opening user turn, or an answer of at least `prefix_words`
     words, starts with the same `prefix_words` words as a held-out one, or when a share of `overlap` or more
@@ -32,7 +35,7 @@ def split(
 
     Raises KvshotError when `held_out` leaves either side empty.
     """
-    total = len(conversations)
+    total = min(len(conversations), among or len(conversations))
     count = max(1, round(held_out * total)) if isinstance(held_out, float) and 0 < held_out < 1 else held_out
     if not isinstance(count, int) or not 0 < count < total:
         raise KvshotError(

@@ -7,6 +7,7 @@ with the parts that are missing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing as mp
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvshot.allocator import set_for_children
 from kvshot.data.corpus import Corpus
 from kvshot.data.filters import Filter, Report, looping
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
@@ -28,9 +30,6 @@ from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
 from kvshot.progress import progress
 
-# glibc gives large blocks back to the system at once; keeping them saves most page faults of a CPU run
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "500000000"}
-
 
 class Recipe(BaseModel):
     """How conversations are written. Lengths in tokens; temperature 0 is greedy."""
@@ -38,7 +37,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     target: str
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     user_temperature: float = Field(1.0, ge=0)
     user_top_p: float = Field(0.95, gt=0, le=1)
     max_user_tokens: int = Field(80, ge=1)
@@ -48,6 +47,8 @@ class Recipe(BaseModel):
     block_rows: int = Field(64, ge=1)
 
 
+HELD_OUT_AMONG = 7000
+GIVE_UP_AFTER = 20  # blocks
 MAX_ROWS = 320  # live rows of one worker: more make better use of the matrix units, and more memory (5 GB here)
 
 
@@ -59,7 +60,7 @@ class _Frame:
         text = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": mark}]))
         before, found, after = text.partition(mark)
         ids = {part: tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)}
-        if not found or not ids[before] or ids[after][0] not in tokenizer.all_special_ids:
+        if not found or not ids[before] or not ids[after] or ids[after][0] not in tokenizer.all_special_ids:
             raise KvshotError("the chat template does not end a user turn with a special token: "
                               "write the prompts yourself and let the target answer them")
         self.before, self.end, self.header = ids[before], ids[after][0], tuple(ids[after][1:])
@@ -71,8 +72,9 @@ def _rows(recipe: Recipe, frame: _Frame, prompts: Sequence[Sequence[int]] | None
     answer = Sampled(recipe.max_answer_tokens, frame.stop, recipe.answer_temperature, recipe.answer_top_p,
                      give_up=looping)
     if prompts is not None:
+        start = len(_common(prompts))
         mine = prompts[number * recipe.block_rows : (number + 1) * recipe.block_rows]
-        return [Row((Forced(tuple(p[len(_common(prompts)):])), answer)) for p in mine]
+        return [Row((Forced(tuple(p[start:])), answer)) for p in mine]
     user = Sampled(recipe.max_user_tokens, frame.stop, recipe.user_temperature, recipe.user_top_p)
     return [Row((user, Forced(frame.header), answer)) for _ in range(recipe.block_rows)]
 
@@ -143,7 +145,7 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
         return
     ctx = mp.get_context("spawn")
     work = _Work(ctx.Value("q", 0), ctx.Event(), ctx.Queue(), total)
-    os.environ.update({k: os.environ.get(k, v) for k, v in MALLOC.items()})  # read by the children's libc at start
+    set_for_children()
     processes = [ctx.Process(target=_worker, args=(recipe, folder, prompts, work), daemon=True) for _ in range(workers)]
     for p in processes:
         p.start()
@@ -165,52 +167,66 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
     finally:
         for p in processes:
             p.terminate()
+            p.join()
 
 
 def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
                tokenizer=None) -> tuple[list[Conversation], Report]:
-    """Conversations of one user turn and one answer until `answer_tokens` were kept.
+    """Conversations of one user turn and one answer: the first whole blocks that hold `answer_tokens` kept tokens.
 
     folder: parts and the recipe; a folder begun with another recipe is refused. Returns the kept conversations in
     block order and the report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
-    folder = _folder(Path(folder), recipe)
-    if tokenizer is None:
-        from kvshot.targets import load_target
-
-        tokenizer = load_target(recipe.target, device="cpu").tokenizer
-    frame, keeper, kept = _Frame(tokenizer), _Keeper(tokenizer), 0
+    folder = _folder(Path(folder), recipe.model_dump_json(indent=1))
+    tokenizer = tokenizer or _tokenizer(recipe)
+    frame, keeper, ready, upto, kept = _Frame(tokenizer), _Keeper(tokenizer), set(), 0, 0
     with progress("answer tokens kept", answer_tokens) as advance:
         def done(number: int) -> bool:
-            nonlocal kept
-            n = sum(c.meta["answer_tokens"] for c in keeper.part(folder, number, frame))
-            kept += n
-            advance(n, keeper.filter.report.__str__())
+            nonlocal upto, kept
+            ready.add(number)
+            if number == GIVE_UP_AFTER and not kept:
+                raise KvshotError(f"none of the first {number} blocks of {recipe.block_rows} rows is worth keeping "
+                                  f"({keeper.filter.report}): the target writes no usable text with this recipe")
+            while upto in ready:  # in the order in which `collect` reads them: what is a duplicate depends on it
+                n = sum(c.meta["answer_tokens"] for c in keeper.part(folder, upto, frame))
+                upto, kept = upto + 1, kept + n
+                advance(n, str(keeper.filter.report))
             return kept >= answer_tokens
 
         _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done)
-    return collect(folder, tokenizer)
+    return collect(folder, tokenizer, answer_tokens=answer_tokens)
 
 
 def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversation], *, workers: int | None = None,
            tokenizer=None) -> tuple[list[Conversation], Report]:
     """The target's answers to given prompts (conversations that end with a user turn); as `synthesize` otherwise."""
-    folder = _folder(Path(folder), recipe)
-    if tokenizer is None:
-        from kvshot.targets import load_target
-
-        tokenizer = load_target(recipe.target, device="cpu").tokenizer
+    for prompt in prompts:
+        if not prompt.messages or prompt.messages[-1].role != "user":
+            raise KvshotError(f"prompt {prompt.id!r} does not end with a user turn: remove its last answer")
+    tokenizer = tokenizer or _tokenizer(recipe)
     ids = [prompt_ids(tokenizer, p.messages) for p in prompts]
+    asked = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+    folder = _folder(Path(folder), recipe.model_dump_json(indent=1) + f"\nprompts {asked}")
     total = -(-len(prompts) // recipe.block_rows)
     with progress("blocks", total) as advance:
         _run_workers(recipe, folder, ids, workers or os.cpu_count() or 1, total, lambda number: bool(advance(1)))
-    return collect(folder, tokenizer, prompts)
+    kept = []
+    keeper, frame = _Keeper(tokenizer), _Frame(tokenizer)
+    for n in range(total):
+        kept += keeper.part(folder, n, frame, prompts[n * recipe.block_rows : (n + 1) * recipe.block_rows])
+    return kept, keeper.filter.report
 
 
-def _folder(folder: Path, recipe: Recipe) -> Path:
-    path, text = folder / "recipe.json", recipe.model_dump_json(indent=1) + "\n"
+def _tokenizer(recipe: Recipe):
+    from kvshot.targets import load_target
+
+    return load_target(recipe.target, device="cpu").tokenizer
+
+
+def _folder(folder: Path, text: str) -> Path:
+    path = folder / "recipe.txt"
     if path.exists() and path.read_text() != text:
-        raise KvshotError(f"{folder} was begun with another recipe ({path}): choose another folder or delete it")
+        raise KvshotError(f"{folder} was begun with another recipe or other prompts: use another folder or delete it")
     with atomic_file(path) as tmp:
         tmp.write_text(text)
     return folder
@@ -255,37 +271,45 @@ class _Keeper:
             truncated=row["outcome"] == "limit", meta={"answer_tokens": len(written[-1])}), None
 
 
-def collect(folder: str | os.PathLike, tokenizer, prompts: Sequence[Conversation] | None = None):
-    """All finished parts of a folder, in order, filtered: (conversations, report)."""
-    folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer)
-    numbers = sorted(int(p.stem.split("-")[1]) for p in folder.glob("part-*.json"))
-    if not numbers:
-        raise KvshotError(f"{folder} holds no finished part: run the synthesis first")
-    size = Recipe.model_validate_json((folder / "recipe.json").read_text()).block_rows
-    kept = []
-    for n in numbers:
-        kept += keeper.part(folder, n, frame, None if prompts is None else prompts[n * size : (n + 1) * size])
-    return kept, keeper.filter.report
+def collect(folder: str | os.PathLike, tokenizer, *, answer_tokens: int | None = None):
+    """The finished parts of a synthesis, filtered, in order up to a missing one or `answer_tokens` kept tokens.
 
+    Returns (conversations, report).
+    """
+    folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer)
+    kept, tokens, number = [], 0, 0
+    while _part(folder, number).exists() and (answer_tokens is None or tokens < answer_tokens):
+        new = keeper.part(folder, number, frame)
+        kept, tokens, number = kept + new, tokens + sum(c.meta["answer_tokens"] for c in new), number + 1
+    if not kept:
+        raise KvshotError(f"{folder} holds no conversation worth keeping: synthesise more, or with another recipe")
+    return kept, keeper.filter.report
 
 
 def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
                       held_out: int = 300) -> tuple[Corpus, Report]:
     """`synthesize` into OUT/parts, then split and write the corpus into OUT.
 
-    held_out: conversations that are only evaluated on; a third of that many more become the validation split.
+    held_out: conversations that are only evaluated on; a third of that many more become the validation split. Both
+    come from the first HELD_OUT_AMONG, so that a longer synthesis only adds training conversations at the end.
     Near-duplicates of either are removed from training.
     """
     out = Path(out)
     kept, report = synthesize(recipe, out / "parts", answer_tokens=answer_tokens, workers=workers)
-    return write_corpus(recipe, out, kept, report, held_out=held_out), report
-
-
-def write_corpus(recipe: Recipe, out: Path, kept: list[Conversation], report: Report, *, held_out: int) -> Corpus:
-    """Split kept conversations and write them with the recipe."""
-    aside = split(kept, held_out=held_out + held_out // 3, seed=recipe.seed)
+    aside = split(kept, held_out=held_out + max(1, held_out // 3), seed=recipe.seed, among=HELD_OUT_AMONG)
     inner = split(aside.held_out, held_out=held_out, seed=recipe.seed)
-    filters = {"kept": report.kept, "dropped": dict(report.dropped), "like a held-out one": len(aside.dropped)}
-    about = {**recipe.model_dump(mode="json"), "filters": filters}
+    about = describe(recipe, report) | {"dropped as like a held-out one": len(aside.dropped) + len(inner.dropped)}
     parts = {"train": aside.train, "validation": inner.train, "held_out": inner.held_out}
-    return Corpus.save(out, out.name, about, parts)
+    return Corpus.save(out, out.resolve().name, about, parts), report
+
+
+def describe(recipe: Recipe, report: Report) -> dict:
+    """Everything that made the text, for the corpus's own record."""
+    from kvshot.targets import load_target
+
+    weights = load_target(recipe.target, device="cpu").weights_sha256
+    return {
+        **recipe.model_dump(mode="json"), "target_weights_sha256": weights,
+        "computed_in": "bfloat16", "top_k": Sampled(1, frozenset()).top_k,
+        "kept": report.kept, "dropped": dict(sorted(report.dropped.items())),
+    }

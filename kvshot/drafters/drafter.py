@@ -124,13 +124,13 @@ class Drafter(nn.Module):
         self.lm_head = nn.Linear(d, config.draft_vocab_size, bias=False)
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("vocab_ids", vocab_ids, persistent=False)
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self.register_buffer("frequencies", config.rope_theta**-half, persistent=False)
         self.attention = BACKENDS["dense"]
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin [B, N, D/2] of positions [B, N]; angles in float64, so that no position is too long."""
-        angles = positions[..., None].double() * self.frequencies.double()
+        c = self.config
+        half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=positions.device) / c.head_dim
+        angles = positions[..., None].double() * c.rope_theta**-half
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -166,12 +166,12 @@ class Drafter(nn.Module):
             if index + 1 < self.config.depth:
                 start = 0 if past is None else past.keys.shape[2]
                 limit = start + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-                x, _ = self._attend(layer, inputs, residual, out[-1], limit, rope, None)
+                x, _ = self._attend(layer, inputs, residual, new, out[-1], limit, rope, None)
         return out
 
-    def _attend(self, layer: DraftLayer, inputs: Tensor, residual: Tensor, memory: LayerMemory, limit: Tensor,
-                rope: tuple[Tensor, Tensor], chain: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple]:
-        new = layer.key_value(inputs, rope)
+    def _attend(self, layer: DraftLayer, inputs: Tensor, residual: Tensor, new: LayerMemory, memory: LayerMemory,
+                limit: Tensor, rope: tuple[Tensor, Tensor], chain: tuple | None) -> tuple[Tensor, tuple]:
+        """One layer: `new` are the keys and values of these very inputs, which end each column's chain."""
         k, v = new.keys[:, :, :, None], new.values[:, :, :, None]
         if chain is not None:
             k, v = torch.cat([chain[0], k], 3), torch.cat([chain[1], v], 3)
@@ -193,7 +193,8 @@ class Drafter(nn.Module):
         for index, layer in enumerate(self.layers):
             inputs, residual = layer.read(x, state)
             past = None if chain is None else chain[index]
-            x, entries = self._attend(layer, inputs, residual, memory[index], limit, rope, past)
+            new = layer.key_value(inputs, rope)
+            x, entries = self._attend(layer, inputs, residual, new, memory[index], limit, rope, past)
             grown.append(entries)
         return x, grown
 

@@ -43,7 +43,7 @@ def draft_chain(target: Target, drafter: Drafter, ids: list[int], n_steps: int =
     device = target.device
     every = torch.tensor([ids], device=device)
     context = capture(target, every[:, :-1], hidden_layers=drafter.config.hidden_layers, kv_layers=())
-    fused = drafter.fuse(context.hidden.to(drafter.norm.weight.dtype))
+    fused = drafter.fuse(context.hidden)
     column = torch.full((1, 1), len(ids) - 2, device=device)
     positions = torch.arange(1, len(ids) - 1, device=device)[None]
     memory = drafter.remember(every[:, 1:-1], positions, None if fused is None else fused[:, :-1])
@@ -66,6 +66,7 @@ def draft_and_verify(target: Target, drafter: Drafter, ids: list[int], n_steps: 
     every = torch.tensor([ids + drafted], device=target.device)
     context = capture(target, every, hidden_layers=(), kv_layers=())
     chosen = target.logits(context.final[0, len(ids) - 1 :]).argmax(-1).tolist()
-    wrong = [k for k in range(n_steps) if drafted[k] != chosen[k] or drafted[k] in target.eos_ids]  # behind an end: nothing
-    accepted = wrong[0] if wrong else n_steps
+    # what follows an end of text does not count: an accepted end is the target's own last token
+    stops = [k for k in range(n_steps) if drafted[k] != chosen[k] or drafted[k] in target.eos_ids]
+    accepted = stops[0] if stops else n_steps
     return Round(drafted, probability, chosen, accepted)

@@ -26,8 +26,9 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
     parts = []
     with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
         for start in range(0, len(store), size):
-            batch = load_batch(store, range(start, min(start + size, len(store))), device)
-            columns = choose_columns(batch.loss_mask, n_steps, None)
+            batch = load_batch(store, range(start, min(start + size, len(store))), drafter.config.hidden_layers)
+            columns = choose_columns(batch.loss_mask, n_steps, None).to(device)
+            batch = batch.to(device)
             keep = columns.valid[..., 0]
             hits, oov = [], []
             for k, state in enumerate(unroll(drafter, batch.ids, batch.hidden, columns.at, n_steps)):

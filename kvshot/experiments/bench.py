@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from functools import cached_property
 from pathlib import Path
-
-import torch
 
 from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
 from kvshot.data.corpus import Corpus
@@ -41,8 +41,14 @@ class Bench:
     def examples(self) -> dict[str, list[Example]]:
         """By split; conversations longer than the profile's limit lose their end."""
         limit = {TRAIN: self.profile.train_conversations}
-        return {name: encode_all(self.target.tokenizer, c[: limit.get(name)], self.profile.max_length).examples
-                for name, c in self.conversations.items()}
+        out = {}
+        for name, conversations in self.conversations.items():
+            encoded = encode_all(self.target.tokenizer, conversations[: limit.get(name)], self.profile.max_length)
+            if encoded.skipped and not self.quiet:
+                print(f"{name}: left out {len(encoded.skipped)} conversations, the first: {encoded.skipped[0][1]}",
+                      file=sys.stderr)
+            out[name] = encoded.examples
+        return out
 
     @property
     def domains(self) -> list[str]:
@@ -56,8 +62,9 @@ class Bench:
     def store(self, name: str) -> FeatureStore:
         """Captured features of a split, from the cache or captured now."""
         examples = self.examples[name]
-        content = examples_sha256(examples)[:12]
-        folder = cache_dir() / "features" / f"{self.profile.target.replace('/', '--')}-{name}-{content}"
+        content = f"{self.target.weights_sha256}{self.target.dtype}{examples_sha256(examples)}"
+        short = hashlib.sha256(content.encode()).hexdigest()[:12]
+        folder = cache_dir() / "features" / f"{self.target.name.replace('/', '--')}-{name}-{short}"
         return FeatureStore.build(folder, self.target, examples, kv_layers=(), quiet=self.quiet)
 
     @cached_property
@@ -85,7 +92,3 @@ class Bench:
             sha256=examples_sha256(everything), n_train_conversations=len(self.examples[TRAIN]),
             n_train_tokens=tokens(self.examples[TRAIN]), n_held_out_conversations=len(held_out),
             n_held_out_tokens=tokens(held_out))
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self.target.device

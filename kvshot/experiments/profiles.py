@@ -44,8 +44,8 @@ PROFILES = {
 }
 
 
-def profile(name: str) -> Profile:
-    """A profile by name; KvshotError when there is none."""
+def profile(name: str, data: Path | None = None) -> Profile:
+    """A profile by name, on another corpus folder if `data` is given; KvshotError when there is none."""
     if name not in PROFILES:
         raise KvshotError(f"unknown profile {name!r}: choose {', '.join(PROFILES)}")
-    return PROFILES[name]
+    return PROFILES[name].model_copy(update={"data": data} if data is not None else {})

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+from accelerate import PartialState
+
 from kvshot.drafters.checkpoint import load_drafter
-from kvshot.drafters.config import FAMILIES
+from kvshot.drafters.config import FAMILIES, checked
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
@@ -23,6 +26,7 @@ from kvshot.experiments.record import (
 )
 from kvshot.fileio import cache_dir
 from kvshot.targets import Target
+from kvshot.training.masks import supervised_columns
 from kvshot.training.trainer import Progress, TrainConfig, Trainer, new_drafter
 
 
@@ -32,6 +36,11 @@ def train(bench: Bench, experiment: str, folder: str | os.PathLike, config: Trai
         raise KvshotError(f"unknown experiment {experiment!r}: choose {', '.join(FAMILIES)}")
     drafter_config = FAMILIES[experiment](bench.target, draft_vocab_size=len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, head_init=config.head_init)
+    for split in (TRAIN, VALIDATION):
+        if not any(supervised_columns(torch.from_numpy(e.loss_mask), config.n_steps)[..., -1].any()
+                   for e in bench.examples[split]):
+            raise KvshotError(f"no {split} answer is long enough for {config.n_steps} draft steps: give longer answers "
+                              "or train fewer steps")
     validation = bench.store(VALIDATION)
 
     def evaluate(model: Drafter) -> dict:
@@ -69,8 +78,9 @@ def run(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainC
     result = RunRecord(
         experiment=experiment, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
         target=bench.target_info(), data=bench.data_info(), training=training, evaluation=measured,
-        code=describe_code(), machine=describe_machine(bench.torch_device))
-    result.save(record)
+        code=describe_code(), machine=describe_machine(bench.target.device))
+    if PartialState().is_main_process:
+        result.save(record)
     return result
 
 
@@ -88,7 +98,7 @@ def published(experiment: str, profile_name: str, results: str | os.PathLike, *,
         return RunRecord.load(path)
     bench = Bench(profile(profile_name), quiet=quiet)
     folder = cache_dir() / "runs" / profile_name / name
-    config = bench.profile.train.model_copy(update={"seed": seed})
+    config = checked(TrainConfig, {**bench.profile.train.model_dump(), "seed": seed})
     return run(bench, experiment, folder, config, folder / "record.json")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -62,7 +63,9 @@ def load_target(name: str, *, dtype: torch.dtype | str | None = None, device: st
 
 def _device(device: str | None) -> torch.device:
     try:
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # under `accelerate launch` each process has a GPU of its own
+        gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
     except RuntimeError as err:
         raise KvshotError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from err
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -14,7 +14,10 @@ from kvshot.training.ttt import Batch
 
 
 def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of each batch, in order: at most `batch_tokens` tokens with padding; a function of its arguments only."""
+    """Indices of each batch, in order; a function of its arguments only.
+
+    A batch has at most `batch_tokens` tokens with padding, or is one longer sequence.
+    """
     if not len(lengths):
         raise KvshotError("no sequences to train on: check the data and its filters")
     rng = np.random.default_rng([seed, epoch])
@@ -42,9 +45,19 @@ def training_batches(lengths: Sequence[int], batch_tokens: int, seed: int, start
         epoch += 1
 
 
-def load_batch(store: FeatureStore, indices: Sequence[int], device: torch.device | str = "cpu") -> Batch:
-    """Sequences `indices` of the store, padded to the longest with zeros."""
+def load_batch(store: FeatureStore, indices: Sequence[int], hidden_layers: Sequence[int]) -> Batch:
+    """Sequences `indices` of the store, padded to the longest with zeros; the hidden layers asked for, in that order.
+
+    Raises KvshotError when the store lacks one: a neighbouring layer in its place would go unnoticed.
+    """
+    have = store.meta["hidden_layers"]
+    missing = sorted(set(hidden_layers) - set(have))
+    if missing:
+        raise KvshotError(f"the feature store {store.folder} lacks hidden layers {missing}: capture them first")
+    picked = [have.index(i) for i in hidden_layers]
     rows = [store[i] for i in indices]
+    for row in rows:
+        row["hidden"] = row["hidden"][picked]
     width = max(len(r["ids"]) for r in rows)
 
     def pad(name: str, axis: int) -> Tensor:
@@ -57,4 +70,4 @@ def load_batch(store: FeatureStore, indices: Sequence[int], device: torch.device
         return out
 
     return Batch(pad("ids", 0), pad("loss_mask", 0), pad("hidden", 1), pad("final", 0), pad("argmax", 0),
-                 torch.tensor(indices)).to(device)
+                 torch.tensor(indices))

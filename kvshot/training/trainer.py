@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from kvshot.data import DraftVocab
-from kvshot.drafters.checkpoint import save_drafter
+from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
@@ -46,7 +48,7 @@ class TrainConfig(BaseModel):
     head_init: Literal["random", "target"] = "target"
     precision: Literal["no", "bf16"] = "bf16"
     eval_every: int = Field(200, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
 
 @dataclass
@@ -72,6 +74,9 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
             module.weight.data.copy_(weight)
     drafter.to(target.device)
     if head_init == "target":
+        if not hasattr(target.decoder, "norm") or target.config.model_type.startswith("gemma"):
+            raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use "
+                              "head_init='random'")
         drafter.lm_head.weight.data.copy_(target.head_weight[vocab.ids.to(target.device)])
         drafter.norm.weight.data.copy_(target.decoder.norm.weight)
     return drafter
@@ -86,6 +91,24 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(t, 1.0))))
 
 
+def _accelerator(device: torch.device) -> Accelerator:
+    """Device and processes by accelerate; precision is ours. The embedding is a buffer: DDP need not broadcast it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
+    try:
+        accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", kwargs_handlers=[kwargs])
+    except ValueError as err:
+        raise KvshotError(f"this process has already trained on another device: start a new one for {device}") from err
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise KvshotError(f"training does not shard a drafter ({accelerator.distributed_type}): launch plain data "
+                          "parallel processes")
+    if accelerator.device.type != device.type:
+        raise KvshotError(f"the target is on {device}, training would run on {accelerator.device}: start a new "
+                          "process, or load the target there")
+    return accelerator
+
+
 class Trainer:
     """Runs a recipe. `folder` gets `last.pt` (all that a resume needs) and `best/` (the drafter, by held-out MAT).
 
@@ -94,13 +117,9 @@ class Trainer:
 
     def __init__(self, target: Target, drafter: Drafter, vocab: DraftVocab, store: FeatureStore, config: TrainConfig,
                  folder: str | os.PathLike, evaluate: Callable[[Drafter], dict]) -> None:
-        missing = set(drafter.config.hidden_layers) - set(store.meta["hidden_layers"])
-        if missing:
-            raise KvshotError(f"the feature store lacks hidden layers {sorted(missing)}: capture them first")
         self.target, self.drafter, self.vocab, self.store = target, drafter, vocab, store
         self.config, self.folder, self.evaluate = config, Path(folder), evaluate
-        # `cpu` is for a target that was put on the CPU of a machine that has a GPU
-        self.accelerator = Accelerator(cpu=target.device.type == "cpu")
+        self.accelerator = _accelerator(target.device)
         teacher = target.scorer(vocab.ids.to(target.device))
         loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, betas=config.betas,
@@ -116,52 +135,58 @@ class Trainer:
         self._resume()
         config, state = self.config, self.done
         until = config.steps if until is None else until
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        world = self.accelerator.num_processes
         batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step * world)
-        running: list[torch.Tensor] = []
-        self.loss.train()
+        running: list[tuple[torch.Tensor, torch.Tensor]] = []
         with progress("training (steps)", config.steps, quiet=quiet) as advance:
             advance(state.step)
-            started, before = time.monotonic(), state.seconds
+            started = time.monotonic() - state.seconds
             while state.step < until:
-                indices = [next(batches) for _ in range(world)][rank]
-                running.append(self._step(indices))
+                running.append(self._step([next(batches) for _ in range(world)]))
                 state.step += 1
-                state.seconds = before + time.monotonic() - started
-                last = state.step == until
-                if state.step % config.eval_every == 0 or last:
-                    self._check(running)
+                if state.step % config.eval_every == 0 or state.step == until:
+                    losses = self._finite(running)  # waits for the device, so the time below is that of the work
+                    state.seconds = time.monotonic() - started
+                    self._check(losses)
                     running.clear()
+                    started = time.monotonic() - state.seconds  # validation is not training time
+                else:
+                    state.seconds = time.monotonic() - started
                 advance(1, self._note())
         return state
 
-    def _step(self, indices: list[int]) -> torch.Tensor:
-        config, state = self.config, self.done
-        batch = load_batch(self.store, indices, self.accelerator.device)
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
+    def _step(self, batches: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step on this process's batch; `batches`: one for each process. Loss and gradient norm."""
+        config, state, rank = self.config, self.done, self.accelerator.process_index
+        batch = load_batch(self.store, batches[rank], self.drafter.config.hidden_layers)
+        generator = torch.Generator().manual_seed((config.seed * 1_000_003 + state.step) * len(batches) + rank)
         columns = choose_columns(batch.loss_mask, config.n_steps, config.columns_per_sequence, generator)
+        batch, columns = batch.to(self.accelerator.device), columns.to(self.accelerator.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, state.step)
         with self._autocast():
             loss = self.loss(batch, columns)
         self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
+        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        state.tokens += sum(self.store.lengths[i] for i in indices) * self.accelerator.num_processes
-        return loss.detach()
+        state.tokens += sum(self.store.lengths[i] for indices in batches for i in indices)
+        return loss.detach(), norm.detach()
 
-    def _check(self, running: list[torch.Tensor]) -> None:
-        """Loss so far, validation, best drafter, resume point."""
+    def _finite(self, running: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Mean loss over the steps since the last check; a NaN in loss or gradient anywhere stops every process."""
+        both = torch.stack([torch.stack(pair) for pair in running]).mean(0)
+        loss, norm = self.accelerator.reduce(both, "mean").tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise KvshotError(f"the loss is {loss} (gradient norm {norm}) before step {self.done.step}: lower the "
+                              f"learning rate (now {self.config.lr}) or check the captured features for NaN")
+        return loss
+
+    def _check(self, loss: float) -> None:
+        """Validation, best drafter, resume point."""
         state = self.done
-        loss = torch.stack(running).mean().item()
-        if not math.isfinite(loss):
-            raise KvshotError(f"the loss is {loss} before step {state.step}: lower the learning rate "
-                              f"(now {self.config.lr}) or check the captured features for NaN")
-        self.drafter.eval()
         with self._autocast():
             measured = self.evaluate(self.drafter)
-        self.drafter.train()
         state.curve.append({"step": state.step, "tokens": state.tokens, "loss": loss, **measured})
         if measured["mat"] > state.best_mat:
             state.best_mat, state.best_step = measured["mat"], state.step
@@ -169,6 +194,7 @@ class Trainer:
                 save_drafter(self.folder / "best", self.drafter, self.vocab, self.target)
         if self.accelerator.is_main_process:
             self._save()
+        self.accelerator.wait_for_everyone()
 
     def _autocast(self):
         """bf16 products over fp32 masters. Not accelerate's own: that is one setting for the whole process."""
@@ -180,19 +206,34 @@ class Trainer:
         return f"{rate:,.0f} tokens/s, best MAT {state.best_mat:.3f}" if state.curve else f"{rate:,.0f} tokens/s"
 
     def _save(self) -> None:
-        payload = {"config": self.config.model_dump(), "drafter": self.drafter.state_dict(),
+        payload = {"drafter": self.drafter.state_dict(),
                    "optimizer": self.optimizer.state_dict(), "progress": asdict(self.done),
-                   "store": self.store.meta["key"]}
+                   "belongs": self._belongs()}
         with atomic_file(self.folder / "last.pt") as tmp:
             torch.save(payload, tmp)
+
+    def _belongs(self) -> dict:
+        """What a resume point must share with the run that continues it."""
+        return {"config": self.config.model_dump(mode="json"), "store": self.store.meta["key"],
+                "drafter": self.drafter.config.model_dump(mode="json"), "vocab": self.vocab.sha256}
 
     def _resume(self) -> None:
         path = self.folder / "last.pt"
         if not path.exists():
             return
-        saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        if saved["config"] != self.config.model_dump() or saved["store"] != self.store.meta["key"]:
-            raise KvshotError(f"{path} belongs to another recipe or data set: use another folder or delete it")
+        try:
+            saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+            belongs = saved["belongs"]
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as err:
+            raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
+        for what, now in self._belongs().items():
+            if belongs[what] != now:
+                raise KvshotError(f"{path} belongs to another recipe (its {what} differs): use another folder or "
+                                  "delete it")
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.done = Progress(**saved["progress"])
+        try:
+            load_drafter(self.folder / "best", self.target)
+        except KvshotError:  # lost or foreign: the next check writes it again
+            self.done.best_mat = -math.inf

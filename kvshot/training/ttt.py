@@ -48,24 +48,26 @@ class Columns:
     valid: Tensor
     weight: Tensor
 
+    def to(self, device: torch.device | str) -> Columns:
+        return Columns(self.at.to(device), self.valid.to(device), self.weight.to(device))
+
 
 def choose_columns(loss_mask: Tensor, n_steps: int, per_sequence: int | None,
                    generator: torch.Generator | None = None) -> Columns:
     """All supervised columns of each sequence, or a random `per_sequence` of them, without replacement.
 
-    With the weights, the sampled loss is an unbiased estimate of the full one's sums. Drawn on the CPU, so that a seed
-    means the same columns on every device.
+    With the weights, the sampled loss is an unbiased estimate of the full one's sums. loss_mask and result are on the
+    CPU, so that a seed means the same columns on every device.
     """
     supervised = supervised_columns(loss_mask, n_steps)
-    first = supervised[..., 0].cpu()
+    first = supervised[..., 0]
     counts = first.sum(-1)
     width = int(counts.max()) if per_sequence is None else min(per_sequence, int(counts.max()))
     rank = torch.rand(first.shape, generator=generator)
     chosen = rank.masked_fill(~first, 2.0).topk(max(width, 1), dim=-1, largest=False).indices.sort(-1).values
-    chosen = chosen.to(loss_mask.device)
     valid = supervised.gather(1, chosen[..., None].expand(-1, -1, n_steps))
     taken = counts.clamp(max=max(width, 1)).clamp(min=1)
-    return Columns(chosen, valid, (counts / taken).to(loss_mask.device))
+    return Columns(chosen, valid, counts / taken)
 
 
 def gather_columns(x: Tensor, at: Tensor) -> Tensor:
@@ -134,8 +136,8 @@ class TTTLoss(nn.Module):
             position = columns.at + 1 + k
             keep = columns.valid[..., k] & self.in_vocab[gather_columns(batch.argmax, position)]
             with torch.no_grad():
-                teacher = self.teacher(gather_columns(batch.final, position))
-            each = soft_cross_entropy(self.drafter.logits(state), teacher)
-            weight = keep * columns.weight[:, None]
+                teacher = self.teacher(gather_columns(batch.final, position)[keep])
+            each = soft_cross_entropy(self.drafter.logits(state[keep]), teacher)
+            weight = columns.weight[:, None].expand_as(keep)[keep]
             loss = loss + self.decay**k * (each * weight).sum() / weight.sum().clamp(min=1e-9)
         return loss

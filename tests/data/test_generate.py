@@ -100,6 +100,22 @@ def test_sampling_follows_the_distribution(temperature, top_p, top_k):
     assert chisquare(chosen[kept > 0], kept[kept > 0] * n).pvalue > 1e-3
 
 
+def test_forced_rows_do_not_disturb_the_draws_of_others():
+    """A block that only reads its prompt for a while draws the same, whatever runs beside it."""
+    model = model_of("llama").double()
+    segment = Sampled(9, frozenset(), temperature=1.0)
+    scripts = [(Forced(tuple(range(1, 2 + 3 * (i // 2)))), segment) for i in range(8)]
+    alone = [r.written for r in run(model, scripts, block_rows=2, max_rows=2, seed=5)]
+    assert alone == [r.written for r in run(model, scripts, block_rows=2, max_rows=8, seed=5)]
+
+
+def test_equal_scores_are_settled_as_argmax_does():
+    logits = torch.zeros(5, 300)
+    logits[:, [7, 9]] = 1.0
+    draws = torch.linspace(0, 0.99, 5)
+    assert torch.equal(choose(logits, [Sampled(1, frozenset())] * 5, draws), logits.argmax(-1))
+
+
 def test_temperature_zero_is_the_argmax():
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
     got = choose(logits, [Sampled(1, frozenset())] * 40, torch.full((40,), 0.999))
@@ -116,7 +132,7 @@ def test_the_largest_of_a_long_row(dtype):
 
 def test_other_shapes_are_refused():
     model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=4))
-    with pytest.raises(KvshotError, match="sliding windows"):
+    with pytest.raises(KvshotError, match="without sliding windows"):
         BlockGenerator(model, PREFIX, capacity=10)
     with pytest.raises(KvshotError, match="prefix is empty"):
         BlockGenerator(model_of("llama"), [], capacity=10)

@@ -5,19 +5,48 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshot.data import Conversation, Message, prompt_ids
-from kvshot.data.synthesize import Recipe, _Frame, _Keeper, answer, collect, synthesize
+from kvshot.data.corpus import Corpus
+from kvshot.data.synthesize import Recipe, _Frame, _Keeper, answer, synthesize, synthesize_corpus
 from kvshot.errors import KvshotError
 from kvshot.targets import load_target
 
-RECIPE = Recipe(target="smoke", seed=1, block_rows=8, max_user_tokens=40, max_answer_tokens=24,
-                user_temperature=1.0, answer_temperature=1.0)
+WORDS = [f"w{i}" for i in range(40)]
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def word_target(tmp_path_factory) -> str:
+    """A folder with a tiny random Llama whose every token is a word, so that whatever it samples is text."""
+    folder = tmp_path_factory.mktemp("words")
+    vocab = {w: i for i, w in enumerate([*SPECIAL, "system", "user", "assistant", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>",
+                                        additional_special_tokens=["<|im_start|>"])
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + ' ' + m.content + '<|im_end|>' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant ' }}{%- endif -%}")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(vocab), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=vocab["<|im_end|>"], pad_token_id=0)).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_target("smoke").tokenizer
+
+
+def recipe(target: str, **choices) -> Recipe:
+    return Recipe(**{"target": target, "seed": 1, "block_rows": 8, "max_user_tokens": 40, "max_answer_tokens": 24,
+                     "answer_temperature": 1.0, **choices})
 
 
 def test_the_frame_rebuilds_the_template(tokenizer):
@@ -28,38 +57,66 @@ def test_the_frame_rebuilds_the_template(tokenizer):
 
 
 @pytest.mark.slow
-def test_synthesis_resumes_and_drops_what_is_no_text(tokenizer, tmp_path):
-    kept, report = synthesize(RECIPE, tmp_path / "a", answer_tokens=60, workers=2, tokenizer=tokenizer)
-    parts = sorted((tmp_path / "a").glob("part-*.json"))
+def test_synthesis_resumes_and_stops_at_whole_blocks(word_target, tmp_path):
+    folder, words = tmp_path / "a", load_target(word_target).tokenizer
+    asked = recipe(word_target)
+    kept, report = synthesize(asked, folder, answer_tokens=150, workers=2)
+    parts = sorted(folder.glob("part-*.json"))
     assert report.kept == len(kept) > 0 and report.dropped.total() > 0
-    assert sum(c.meta["answer_tokens"] for c in kept) >= 60
+    assert sum(c.meta["answer_tokens"] for c in kept) >= 150
     by_id = {f"{p.stem[5:]}-{i:03d}": row for p in parts for i, row in enumerate(json.loads(p.read_text()))}
     for c in kept:
         user, _, said = by_id[c.id]["written"]
-        assert [m.content for m in c.messages] == [tokenizer.decode(user), tokenizer.decode(said)]
+        assert [m.content for m in c.messages] == [words.decode(user), words.decode(said)]
         assert c.truncated == (by_id[c.id]["outcome"] == "limit")
-        assert tokenizer.eos_token_id not in said and "\ufffd" not in tokenizer.decode(said)
+        assert words.eos_token_id not in said and len(said) == c.meta["answer_tokens"]
     # a part that is lost is made again, the same; the others are not touched
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in parts}
     parts[0].unlink()
-    again, _ = synthesize(RECIPE, tmp_path / "a", answer_tokens=sum(c.meta["answer_tokens"] for c in kept), workers=1,
-                          tokenizer=tokenizer)
+    again, _ = synthesize(asked, folder, answer_tokens=150, workers=1)
+    assert again == kept
     assert parts[0].read_bytes() == before[parts[0].name][0]
     assert all(p.stat().st_mtime_ns == before[p.name][1] for p in parts[1:])
-    assert again[: len(kept)] == kept
-    assert collect(tmp_path / "a", tokenizer)[0] == again
     with pytest.raises(KvshotError, match="another recipe"):
-        synthesize(RECIPE.model_copy(update={"seed": 2}), tmp_path / "a", answer_tokens=10, tokenizer=tokenizer)
+        synthesize(recipe(word_target, seed=2), folder, answer_tokens=10)
 
 
 @pytest.mark.slow
-def test_answers_to_given_prompts(tokenizer, tmp_path):
-    prompts = [Conversation(id=f"p{i}", messages=[Message(role="user", content="Say " + "ho " * i)]) for i in range(11)]
-    recipe = RECIPE.model_copy(update={"answer_temperature": 0.0})
-    kept, report = answer(recipe, tmp_path, prompts, workers=1, tokenizer=tokenizer)
-    assert report.kept + report.dropped.total() == 11
+def test_a_corpus_grows_at_its_end_only(word_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvshot.data.synthesize.HELD_OUT_AMONG", 12)
+    small, _ = synthesize_corpus(recipe(word_target), tmp_path, answer_tokens=300, workers=1, held_out=3)
+    large, _ = synthesize_corpus(recipe(word_target), tmp_path, answer_tokens=600, workers=1, held_out=3)
+    assert small.splits["held_out"] == large.splits["held_out"] and len(small.splits["held_out"]) == 3
+    assert small.splits["validation"] == large.splits["validation"]
+    n = len(small.splits["train"])
+    assert small.splits["train"] == large.splits["train"][:n] and len(large.splits["train"]) > n
+    assert Corpus.load(tmp_path).splits == large.splits
+
+
+@pytest.mark.slow
+def test_answers_to_given_prompts(word_target, tmp_path):
+    prompts = [Conversation(id=f"p{i}", messages=[Message(role="user", content=f"w{i} " * (1 + i))]) for i in range(11)]
+    greedy = recipe(word_target, answer_temperature=0.0)
+    kept, report = answer(greedy, tmp_path, prompts, workers=1)
+    assert report.kept + report.dropped.total() == 11 and kept
+    target = load_target(word_target, dtype="bfloat16")
     for c in kept:
         assert c.messages[:-1] == prompts[int(c.id[1:])].messages
+    ids = prompt_ids(target.tokenizer, kept[0].messages[:-1])
+    with torch.no_grad():
+        first = int(target.model(torch.tensor([ids])).logits[0, -1].argmax())
+    assert target.tokenizer.decode([first]) == kept[0].messages[-1].content.split()[0]
+    with pytest.raises(KvshotError, match="other prompts"):
+        answer(greedy, tmp_path, prompts[1:], workers=1)
+    with pytest.raises(KvshotError, match="does not end with a user turn"):
+        answer(greedy, tmp_path, kept, workers=1)
+
+
+@pytest.mark.slow
+def test_a_target_that_writes_nothing_usable_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvshot.data.synthesize.GIVE_UP_AFTER", 2)
+    with pytest.raises(KvshotError, match="writes no usable text"):  # random bytes are no UTF-8
+        synthesize(recipe("smoke", max_user_tokens=12), tmp_path, answer_tokens=100, workers=1)
 
 
 @pytest.mark.parametrize(("written", "outcome", "reason"), [

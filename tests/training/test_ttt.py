@@ -51,7 +51,7 @@ def loop_loss(small, drafter, batch, n_steps, decay):
 @pytest.fixture(scope="module")
 def setting(small):
     drafter = new_drafter(small.target, small.config, small.vocab, seed=0)
-    batch = load_batch(small.store, [0, 5, 9])
+    batch = load_batch(small.store, [0, 5, 9], small.config.hidden_layers)
     batch.hidden, batch.final = batch.hidden.float(), batch.final.float()
     return drafter, batch, TTTLoss(drafter, small.target.scorer(small.vocab.ids), n_steps=K)
 

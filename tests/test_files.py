@@ -1,0 +1,71 @@
+"""Files appear whole or not at all, whatever goes wrong while they are written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvshot.allocator import SETTINGS
+from kvshot.errors import KvshotError
+from kvshot.fileio import atomic_file, atomic_folder, cache_dir, require_space, sha256_file
+from kvshot.progress import progress
+
+
+def test_a_file_is_replaced_only_when_the_block_ends_well(tmp_path):
+    path = tmp_path / "deep" / "a.txt"
+    with atomic_file(path) as tmp:
+        tmp.write_text("one")
+        assert not path.exists()
+    with pytest.raises(RuntimeError), atomic_file(path) as tmp:
+        tmp.write_text("two")
+        raise RuntimeError("stop")
+    assert path.read_text() == "one" and [p.name for p in path.parent.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_a_full_disk_is_said_so(tmp_path, error):
+    for make, path in ((atomic_file, tmp_path / "f"), (atomic_folder, tmp_path / "d")):
+        with pytest.raises(KvshotError, match="no space left"), make(path):
+            raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "d"
+    for text in ("one", "two"):
+        with atomic_folder(path) as tmp:
+            (tmp / f"{text}.txt").write_text(text)
+    assert [p.name for p in path.iterdir()] == ["two.txt"] and [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_space_cache_and_hash(tmp_path, monkeypatch):
+    require_space(tmp_path / "not" / "yet", 1, "a byte")
+    with pytest.raises(KvshotError, match="needs .* GB but"):
+        require_space(tmp_path, 10**18, "everything")
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    (tmp_path / "x").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_progress_writes_lines_into_a_log(monkeypatch, capsys):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr("kvshot.progress.EVERY", 0.0)
+    with progress("work", 4) as advance:
+        advance(2, "half way")
+    assert "work: 2/4" in capsys.readouterr().err
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    with progress("work", 4) as advance:
+        advance(2)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+def test_the_command_line_restarts_with_the_allocator_settings():
+    env = {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"MALLOC_TOP_PAD_": "1000"}
+    code = "import os; from kvshot.allocator import *; restart_with_settings(); print(*map(os.environ.get, SETTINGS))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [SETTINGS["MALLOC_MMAP_MAX_"], SETTINGS["MALLOC_TRIM_THRESHOLD_"], "1000"]
