@@ -1,4 +1,4 @@
-"""Which learning rate and which start of the draft head? Short runs of EAGLE-3, compared on validation MAT.
+"""Which learning rate, and from where should the drafter start? Short runs of EAGLE-3, compared on validation MAT.
 
     python benchmarks/recipe.py results/choices/laptop-eagle3.json [profile] [steps]
 
@@ -21,10 +21,9 @@ from kvshot.fileio import atomic_file
 from kvshot.training.trainer import TrainConfig
 
 CHOICES = {
-    "target head, lr 1e-3": {"head_init": "target", "lr": 1e-3},
-    "random head, lr 1e-3": {"head_init": "random", "lr": 1e-3},
-    "target head, lr 2e-3": {"head_init": "target", "lr": 2e-3},
-    "target head, lr 4e-3": {"head_init": "target", "lr": 4e-3},
+    "from the target, lr 1e-3": {"init": "target", "lr": 1e-3},
+    "from random, lr 1e-3": {"init": "random", "lr": 1e-3},
+    "from the target, lr 3e-3": {"init": "target", "lr": 3e-3},
 }
 
 
@@ -41,7 +40,7 @@ def main(out: str, profile_name: str = "laptop", steps: str = "200") -> None:
               flush=True)
         with atomic_file(Path(out)) as tmp:
             tmp.write_text(json.dumps({
-                "profile": profile_name, "recipe": bench.profile.train.model_dump(mode="json"),
+                "profile": profile_name, "draft_vocab_size": len(bench.vocab), "recipe": bench.profile.train.model_dump(mode="json"),
                 "data": bench.data_info().model_dump(), "machine": describe_machine().model_dump(), "rows": rows,
             }, indent=1) + "\n")
 

@@ -191,6 +191,18 @@ def show(records: Annotated[list[Path], typer.Argument(help="record files, or fo
             show_record(record)
 
 
+@app.command()
+def publish(
+    run: Annotated[Path, typer.Argument(help="folder that `kvshot train` wrote")],
+    results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    checkpoint: Annotated[bool, typer.Option(help="also the drafter, in bfloat16")] = False,
+) -> None:
+    """Copy a finished run's record (and drafter) to where the book reads it."""
+    from kvshot.experiments.run import publish as copy
+
+    console.print(f"{copy(run, results, checkpoint=checkpoint)}")
+
+
 def show_record(record) -> None:
     """Print what a record measured, per domain, and how it was trained."""
     console.print(f"{record.experiment} on {record.target.name} ({record.profile}), kvshot "

@@ -48,6 +48,9 @@ def test_train_evaluate_show(place):
     # the same command again has nothing left to train and measures the same
     kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--device", "cpu")
     assert RunRecord.load(place / "run" / "record.json").evaluation == record.evaluation
+    assert kvshot(place, "publish", "run", "--checkpoint").strip() == "results/smoke/eagle3-seed0.json"
+    assert RunRecord.load(place / "results/smoke/eagle3-seed0.json") == RunRecord.load(place / "run" / "record.json")
+    assert "held_out" in kvshot(place, "evaluate", "results/smoke/eagle3-seed0", "-p", "smoke", "--device", "cpu")
     other = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--lr", "0.1", ok=False)
     assert "another recipe" in other
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from kvshot.drafters.checkpoint import load_drafter
+from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import FAMILIES, checked
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
@@ -25,7 +25,7 @@ from kvshot.experiments.record import (
     describe_machine,
 )
 from kvshot.fileio import cache_dir
-from kvshot.targets import Target
+from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
 from kvshot.training.trainer import Progress, TrainConfig, Trainer, new_drafter
 
@@ -35,7 +35,7 @@ def train(bench: Bench, experiment: str, folder: str | os.PathLike, config: Trai
     if experiment not in FAMILIES:
         raise KvshotError(f"unknown experiment {experiment!r}: choose {', '.join(FAMILIES)}")
     drafter_config = FAMILIES[experiment](bench.target, draft_vocab_size=len(bench.vocab))
-    drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, head_init=config.head_init)
+    drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
     for split in (TRAIN, VALIDATION):
         if not any(supervised_columns(torch.from_numpy(e.loss_mask), config.n_steps)[..., -1].any()
                    for e in bench.examples[split]):
@@ -82,6 +82,21 @@ def run(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainC
     if PartialState().is_main_process:
         result.save(record)
     return result
+
+
+def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint: bool = False) -> Path:
+    """Copy a run's record to results/<profile>/<experiment>-seed<n>.json, and, if asked, its drafter in bfloat16."""
+    record = RunRecord.load(Path(folder) / "record.json")
+    if record.training is None:
+        raise KvshotError(f"the run in {folder} trained nothing: publish a run that `kvshot train` made")
+    name = Path(results) / record.profile / f"{record.experiment}-seed{record.training.seed}"
+    if checkpoint:
+        target = load_target(record.target.name, device="cpu")
+        drafter, vocab = load_drafter(Path(folder) / "best", target)
+        save_drafter(name, drafter, vocab, target, dtype=torch.bfloat16)
+    path = name.with_name(name.name + ".json")
+    record.save(path)
+    return path
 
 
 def published(experiment: str, profile_name: str, results: str | os.PathLike, *, seed: int = 0, live: bool = False,

@@ -45,7 +45,7 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
-    head_init: Literal["random", "target"] = "target"
+    init: Literal["random", "target"] = "target"
     precision: Literal["no", "bf16"] = "bf16"
     eval_every: int = Field(200, ge=1)
     seed: int = Field(0, ge=0)
@@ -64,8 +64,12 @@ class Progress:
 
 
 def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, seed: int,
-                head_init: Literal["random", "target"] = "target") -> Drafter:
-    """A fresh drafter: normal(0, 0.02) matrices; with head_init "target" the target's pruned head and final norm."""
+                init: Literal["random", "target"] = "target") -> Drafter:
+    """A fresh drafter: normal(0, 0.02) matrices.
+
+    With init "target", final norm and draft head are the target's (pruned to the draft vocabulary), and the fusion
+    passes the highest hidden state through, so that the head reads from the first step what it was made to read.
+    """
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(config, target.embedding_weight.float(), vocab.ids.to(target.device))
     for module in drafter.modules():
@@ -73,12 +77,15 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
             weight = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
             module.weight.data.copy_(weight)
     drafter.to(target.device)
-    if head_init == "target":
+    if init == "target":
         if not hasattr(target.decoder, "norm") or target.config.model_type.startswith("gemma"):
             raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use "
-                              "head_init='random'")
+                              "init='random'")
         drafter.lm_head.weight.data.copy_(target.head_weight[vocab.ids.to(target.device)])
         drafter.norm.weight.data.copy_(target.decoder.norm.weight)
+        if config.reads_hidden:
+            d = config.hidden_size
+            drafter.fc.weight.data[:, -d:] += torch.eye(d, device=target.device)
     return drafter
 
 
