@@ -49,7 +49,7 @@ def measure(temperature: float, answer_tokens: int) -> dict:
     recipe = Recipe(target="smollm2-135m", seed=1, answer_temperature=temperature)
     tokenizer = load_target(recipe.target, device="cpu").tokenizer
     with tempfile.TemporaryDirectory() as folder:
-        kept, report = synthesize(recipe, folder, answer_tokens=answer_tokens)
+        kept, report = synthesize(recipe, folder, answer_tokens=answer_tokens, max_rows=128)
         answers = [np.array(tokenizer(c.messages[-1].content, add_special_tokens=False)["input_ids"]) for c in kept]
     answers = [a for a in answers if len(a) > 8]
     assert not any(looping(a) for a in answers)

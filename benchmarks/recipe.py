@@ -40,7 +40,8 @@ def main(out: str, profile_name: str = "laptop", steps: str = "200") -> None:
               flush=True)
         with atomic_file(Path(out)) as tmp:
             tmp.write_text(json.dumps({
-                "profile": profile_name, "draft_vocab_size": len(bench.vocab), "recipe": bench.profile.train.model_dump(mode="json"),
+                "profile": profile_name, "draft_vocab_size": len(bench.vocab),
+                "recipe": bench.profile.train.model_dump(mode="json"),
                 "data": bench.data_info().model_dump(), "machine": describe_machine().model_dump(), "rows": rows,
             }, indent=1) + "\n")
 

@@ -193,24 +193,12 @@ def rounds_table(tokenizer, rounds: Sequence[Round]) -> pd.DataFrame:
 
 def answer_decoding_table(path: str | Path) -> pd.DataFrame:
     """What `benchmarks/answer_decoding.py` measured, one row a temperature."""
-    rows = _benchmark(path)
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError) as err:
+        raise KvshotError(f"{path} is no benchmark result ({err}): run benchmarks/answer_decoding.py again") from err
     rates = [[r["dropped as looping"], r["ngram"]["5"], r["repeats itself"]] for r in rows]
     cells = [[f"{r['answers']:,} ({r['answer_tokens']:,} tokens)", *(f"{x:.3f}" for x in rate)]
              for r, rate in zip(rows, rates, strict=True)]
     columns = ["answers kept", "dropped as looping", "5-gram predicts", "repeats itself"]
     return pd.DataFrame(cells, [f"{r['temperature']:g}" for r in rows], columns).rename_axis(columns="temperature")
-
-
-def choices_table(path: str | Path) -> pd.DataFrame:
-    """What `benchmarks/recipe.py` measured: short runs, one row a choice."""
-    rows = _benchmark(path)
-    cells = [[r["step"], f"{r['tokens']:,}", f"{r['mat']:.3f}", f"{r['loss']:.3f}"] for r in rows]
-    columns = ["steps", "tokens seen", "MAT on validation text", "training loss"]
-    return pd.DataFrame(cells, [r["name"] for r in rows], columns)
-
-
-def _benchmark(path: str | Path) -> list[dict]:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError) as err:
-        raise KvshotError(f"{path} is no benchmark result ({err}): run the script in benchmarks/ again") from err

@@ -1,14 +1,28 @@
 """Figures hold the numbers they were given, and labels that do not overlap."""
 
 import itertools
+import json
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
 import pytest
 
+from kvshot.drafters import Round
 from kvshot.errors import KvshotError
 from kvshot.evaluation import StepwiseHits, summarise
-from kvshot.viz import Decay, alpha_decay, decay_table, set_style
+from kvshot.viz import (
+    Decay,
+    alpha_decay,
+    answer_decoding_table,
+    decay_table,
+    learning_curve,
+    rates_table,
+    round_table,
+    rounds_table,
+    set_style,
+    summary_table,
+)
 
 matplotlib.use("Agg")
 
@@ -70,3 +84,39 @@ def test_series_that_do_not_fit_are_refused():
         alpha_decay([])
     with pytest.raises(KvshotError, match="interval"):
         Decay("x", [0.5, 0.4], low=[0.4, 0.3])
+
+
+def small_summary():
+    valid = np.ones((4, 2), dtype=bool)
+    hits = np.array([[1, 0], [1, 1], [0, 1], [1, 1]], dtype=bool)
+    return summarise(StepwiseHits(hits, valid, np.array([0, 0, 1, 1]), np.zeros_like(hits)), n_boot=50)
+
+
+def test_tables_of_an_evaluation():
+    rates = rates_table(small_summary())
+    assert rates.loc[1].tolist() == ["0.750 of 4", "0.500 of 4", "0.667 of 3"]
+    table = summary_table({"ours": small_summary()})
+    assert table.loc["ours", "MAT"].startswith("2.312 [") and table.loc["ours", "MAT, joint"].startswith("2.250 [")
+
+
+def test_a_learning_curve_holds_its_points():
+    points = [SimpleNamespace(tokens=1_000_000, mat=1.2), SimpleNamespace(tokens=2_500_000, mat=1.5)]
+    (axes,) = learning_curve({"ours": points}).axes
+    assert axes.lines[0].get_xydata().tolist() == [[1.0, 1.2], [2.5, 1.5]]
+
+
+def test_rounds_say_what_became_of_each_proposal():
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    one = Round(drafted=[5, 6, 7], probability=[0.9, 0.5, 0.1], chosen=[5, 8, 9, 4], accepted=1)
+    assert round_table(tokenizer, one)[""].tolist() == ["accepted", "rejected", "not reached"]
+    assert rounds_table(tokenizer, [one]).loc[0].tolist() == [1, "'5'", "'8'"]
+
+
+def test_the_table_of_answer_decoding(tmp_path):
+    row = {"temperature": 0.0, "answers": 2, "answer_tokens": 30, "dropped as looping": 0.25, "ngram": {"5": 0.4},
+           "repeats itself": 0.1}
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [row]}))
+    table = answer_decoding_table(tmp_path / "x.json")
+    assert table.loc["0"].tolist() == ["2 (30 tokens)", "0.250", "0.400", "0.100"]
+    with pytest.raises(KvshotError, match="no benchmark result"):
+        answer_decoding_table(tmp_path / "y.json")

@@ -92,6 +92,7 @@ class _Work:
     stop: object
     results: object
     total: int | None
+    max_rows: int
 
     def numbers(self, folder: Path) -> Iterator[int]:
         """Numbers of blocks that nobody has written or begun."""
@@ -119,7 +120,7 @@ def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
         prefix = frame.before if prompts is None else list(_common(prompts))
         longest = max(map(len, prompts)) if prompts else len(frame.before) + recipe.max_user_tokens + len(frame.header)
         generator = BlockGenerator(target.model, prefix, capacity=longest + recipe.max_answer_tokens + 2,
-                                   block_rows=recipe.block_rows, max_rows=max(MAX_ROWS, recipe.block_rows),
+                                   block_rows=recipe.block_rows, max_rows=max(work.max_rows, recipe.block_rows),
                                    seed=recipe.seed)
         blocks = ((n, _rows(recipe, frame, prompts, n)) for n in work.numbers(folder))
         for number, rows in generator.run(blocks):
@@ -138,13 +139,14 @@ def _write_part(folder: Path, number: int, rows: Sequence[Row]) -> None:
         tmp.write_text(json.dumps([{"written": r.written, "outcome": r.outcome} for r in rows]))
 
 
-def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int | None, done) -> None:
+def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int | None, done,
+                 max_rows: int = MAX_ROWS) -> None:
     """Fill missing parts until `done(number)` says that it is enough or, with `total`, all are there."""
     have = sorted(int(p.stem.split("-")[1]) for p in folder.glob("part-*.json"))
     if any([done(n) for n in have]) or (total is not None and len(have) >= total):
         return
     ctx = mp.get_context("spawn")
-    work = _Work(ctx.Value("q", 0), ctx.Event(), ctx.Queue(), total)
+    work = _Work(ctx.Value("q", 0), ctx.Event(), ctx.Queue(), total, max_rows)
     set_for_children()
     processes = [ctx.Process(target=_worker, args=(recipe, folder, prompts, work), daemon=True) for _ in range(workers)]
     for p in processes:
@@ -171,10 +173,11 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
 
 
 def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
-               tokenizer=None) -> tuple[list[Conversation], Report]:
+               tokenizer=None, max_rows: int = MAX_ROWS) -> tuple[list[Conversation], Report]:
     """Conversations of one user turn and one answer: the first whole blocks that hold `answer_tokens` kept tokens.
 
-    folder: parts and the recipe; a folder begun with another recipe is refused. Returns the kept conversations in
+    folder: parts and the recipe; a folder begun with another recipe is refused. max_rows: live rows of a worker, which
+    finishes what it began, so a small data set wants few. Returns the kept conversations in
     block order and the report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
     folder = _folder(Path(folder), recipe.model_dump_json(indent=1))
@@ -193,7 +196,7 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
                 advance(n, str(keeper.filter.report))
             return kept >= answer_tokens
 
-        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done)
+        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done, max_rows)
     return collect(folder, tokenizer, answer_tokens=answer_tokens)
 
 
