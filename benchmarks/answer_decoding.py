@@ -49,7 +49,7 @@ def measure(temperature: float, answer_tokens: int) -> dict:
     recipe = Recipe(target="smollm2-135m", seed=1, answer_temperature=temperature)
     tokenizer = load_target(recipe.target, device="cpu").tokenizer
     with tempfile.TemporaryDirectory() as folder:
-        kept, report = synthesize(recipe, folder, answer_tokens=answer_tokens, max_rows=128)
+        kept, report = synthesize(recipe, folder, answer_tokens=answer_tokens, max_rows=64)
         answers = [np.array(tokenizer(c.messages[-1].content, add_special_tokens=False)["input_ids"]) for c in kept]
     answers = [a for a in answers if len(a) > 8]
     assert not any(looping(a) for a in answers)
@@ -64,7 +64,7 @@ def measure(temperature: float, answer_tokens: int) -> dict:
     }
 
 
-def main(out: str, answer_tokens: int = 40_000) -> None:
+def main(out: str, answer_tokens: int = 15_000) -> None:
     rows = [measure(t, answer_tokens) for t in (0.0, 0.7)]
     with atomic_file(Path(out)) as tmp:
         tmp.write_text(json.dumps({"target": "smollm2-135m", "rows": rows}, indent=1) + "\n")

@@ -15,9 +15,12 @@ EVERY = 30.0  # seconds between lines in a log
 
 
 @contextmanager
-def progress(description: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Yield `advance(n=1, note="")`. Draws on stderr when it is a terminal, else prints a line now and then.
+def progress(
+    description: str, total: int | None, *, start: int = 0, quiet: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Yield `advance(n=1, note="")`; `start` of `total` was done by an earlier run.
 
+    Draws a bar on stderr when it is a terminal, else prints a line now and then.
     `TQDM_DISABLE=1` (what notebooks and tests set) silences it.
     """
     if quiet or os.environ.get("TQDM_DISABLE") == "1":
@@ -25,21 +28,21 @@ def progress(description: str, total: int | None, *, quiet: bool = False) -> Ite
         return
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield from _lines(description, total)
+        yield from _lines(description, total, start)
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total, note="")
+        task = bar.add_task(description, total=total, completed=start, note="")
         yield lambda n=1, note="": bar.update(task, advance=n, note=note)
 
 
-def _lines(description: str, total: int | None) -> Iterator[Callable[..., None]]:
+def _lines(description: str, total: int | None, done: int) -> Iterator[Callable[..., None]]:
     """For logs: one line every `EVERY` seconds."""
-    start = last = time.monotonic()
-    done = 0
+    began, before = time.monotonic(), done
+    last = began
 
     def advance(n: int = 1, note: str = "") -> None:
         nonlocal done, last
@@ -47,8 +50,8 @@ def _lines(description: str, total: int | None) -> Iterator[Callable[..., None]]
         now = time.monotonic()
         if now - last >= EVERY:
             last = now
-            left = f", {(now - start) / done * (total - done):.0f} s left" if total and done else ""
-            print(f"{description}: {done}/{total or '?'} after {now - start:.0f} s{left} {note}".rstrip(),
+            left = f", {(now - began) / max(done - before, 1) * (total - done):.0f} s left" if total else ""
+            print(f"{description}: {done}/{total or '?'} after {now - began:.0f} s{left} {note}".rstrip(),
                   file=sys.stderr, flush=True)
 
     yield advance

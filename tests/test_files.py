@@ -54,9 +54,9 @@ def test_space_cache_and_hash(tmp_path, monkeypatch):
 def test_progress_writes_lines_into_a_log(monkeypatch, capsys):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr("kvshot.progress.EVERY", 0.0)
-    with progress("work", 4) as advance:
-        advance(2, "half way")
-    assert "work: 2/4" in capsys.readouterr().err
+    with progress("work", 4, start=1) as advance:
+        advance(2, "nearly")
+    assert "work: 3/4 after 0 s, 0 s left nearly" in capsys.readouterr().err
     monkeypatch.setenv("TQDM_DISABLE", "1")
     with progress("work", 4) as advance:
         advance(2)

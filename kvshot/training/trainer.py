@@ -145,8 +145,7 @@ class Trainer:
         world = self.accelerator.num_processes
         batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step * world)
         running: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with progress("training (steps)", config.steps, quiet=quiet) as advance:
-            advance(state.step)
+        with progress("training (steps)", config.steps, start=state.step, quiet=quiet) as advance:
             started = time.monotonic() - state.seconds
             while state.step < until:
                 running.append(self._step([next(batches) for _ in range(world)]))
