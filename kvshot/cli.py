@@ -14,6 +14,9 @@ from rich.table import Table
 from kvshot.allocator import restart_with_settings
 from kvshot.errors import KvshotError
 
+# the base of its usage errors; newer versions of typer carry a click of their own, older ones import it
+ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Drafters for long-range speculative decoding: data, capture, training, evaluation.")
 data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look at.")
@@ -35,7 +38,12 @@ def main() -> None:
     """Run the command line; KvshotError becomes one line on stderr and exit code 2."""
     restart_with_settings()
     try:
-        app()
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except ClickException as err:
+        print(f"kvshot: {err.format_message()}: see `kvshot --help`", file=sys.stderr)
+        raise SystemExit(err.exit_code) from None
     except KvshotError as err:
         print(f"kvshot: {err}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -43,6 +51,7 @@ def main() -> None:
         print(f"kvshot: {err.filename or 'a file'}: {err.strerror or err}: check the path and its permissions",
               file=sys.stderr)
         raise SystemExit(2) from None
+    raise SystemExit(code or 0)
 
 
 @data.command()

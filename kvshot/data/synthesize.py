@@ -25,7 +25,7 @@ from kvshot.data.filters import Filter, Report, looping
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
 from kvshot.data.readers import Conversation, Message
 from kvshot.data.split import split
-from kvshot.data.template import prompt_ids
+from kvshot.data.template import prompt_ids, prompt_text
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
 from kvshot.progress import progress
@@ -57,7 +57,7 @@ class _Frame:
 
     def __init__(self, tokenizer) -> None:
         mark = "\ue000"
-        text = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": mark}]))
+        text = prompt_text(tokenizer, [{"role": "user", "content": mark}])
         before, found, after = text.partition(mark)
         ids = {part: tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)}
         if not found or not ids[before] or not ids[after] or ids[after][0] not in tokenizer.all_special_ids:

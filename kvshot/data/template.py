@@ -46,11 +46,18 @@ def prompt_ids(
     `encode`. Raises KvshotError when the tokenizer has no chat template, or the template refuses the messages
     or does not know an option.
     """
+    text = prompt_text(tokenizer, messages, options=options)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def prompt_text(
+    tokenizer, messages: Sequence[Message | Mapping], *, options: Mapping[str, Any] | None = None
+) -> str:
+    """The text that `prompt_ids` tokenises; same errors."""
     messages = [Message.model_validate(m if isinstance(m, Message) else dict(m)) for m in messages]
     if not messages:
         raise KvshotError("an empty prompt: give at least one message")
-    text = _Template(tokenizer, options).prompt(messages)
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return _Template(tokenizer, options).prompt(messages)
 
 
 def encode(
