@@ -187,13 +187,13 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
         def done(number: int) -> bool:
             nonlocal upto, kept
             ready.add(number)
-            if number == GIVE_UP_AFTER and not kept:
-                raise KvshotError(f"none of the first {number} blocks of {recipe.block_rows} rows is worth keeping "
-                                  f"({keeper.filter.report}): the target writes no usable text with this recipe")
             while upto in ready:  # in the order in which `collect` reads them: what is a duplicate depends on it
                 n = sum(c.meta["answer_tokens"] for c in keeper.part(folder, upto, frame))
                 upto, kept = upto + 1, kept + n
                 advance(n, str(keeper.filter.report))
+            if upto >= GIVE_UP_AFTER and not kept:
+                raise KvshotError(f"none of the first {upto} blocks of {recipe.block_rows} rows is worth keeping "
+                                  f"({keeper.filter.report}): the target writes no usable text with this recipe")
             return kept >= answer_tokens
 
         _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done, max_rows)

@@ -67,7 +67,7 @@ def test_default_is_bfloat16_and_size_estimate_holds(tmp_path, target):
     payload = sum(t.numel() * t.element_size() for i in range(len(store)) for t in store[i].values())
     files = sum(store.meta["shard_sizes"])
     # 4 states of 64, keys and values of 3 layers with 2 heads of 16, two bytes each; an id and a mask byte
-    assert payload == store.n_tokens * ((4 * 64 + 2 * 3 * 2 * 16) * 2 + 9)
+    assert payload == store.n_tokens * ((4 * 64 + 2 * 3 * 2 * 16) * 2 + 17)
     assert payload <= files < payload + 2000
 
 
