@@ -40,7 +40,7 @@ def test_train_evaluate_show(place):
     assert "held_out: 40 conversations" in printed and "n-gram, marginal" in printed
     record = RunRecord.load(place / "run" / "record.json")
     assert record.experiment == "eagle3" and record.training.steps == 40 and record.profile == "smoke"
-    assert record.drafter["hidden_layers"] == [2, 3, 4] and record.data.n_train_conversations == 180
+    assert record.drafter["hidden_layers"] == [2, 3, 4] and record.data.n_train_conversations == 48
     again = kvshot(place, "evaluate", "run/best", "--profile", "smoke", "--device", "cpu")
     alpha0 = record.evaluation["held_out"].drafter.steps[0].alpha_marginal
     assert f"{alpha0.value:.3f}" in again
