@@ -13,8 +13,7 @@ book: .venv/ok      ## run the notebooks whose inputs changed and build the book
 	$(BIN)/jupyter-book build book/
 
 test: .venv/ok      ## run every test, the notebooks' stored outputs included
-	$(BIN)/pytest --nbval tests/targets    # in a process of its own: one of its tests fails behind the others
-	$(BIN)/pytest --nbval --ignore=tests/targets
+	$(BIN)/pytest --nbval
 
 refresh: .venv/ok   ## run the notebooks and store their outputs as the new reference (NOTEBOOKS=01_decay for one)
 	PYTHONPATH=book/_ext $(BIN)/python -m kvshot_book.refresh $(NOTEBOOKS)

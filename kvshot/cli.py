@@ -76,6 +76,21 @@ def synthesize(
 
 
 @data.command()
+def extend(
+    corpus: Annotated[Path, typer.Argument(help="folder of a synthesised data set (its parts in CORPUS/parts)")],
+    answer_tokens: Annotated[int, typer.Option(min=1, help="answer tokens that it shall hold, all told")],
+    workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
+) -> None:
+    """Let the target write more training conversations into a data set; what is there stays as it is."""
+    from kvshot.data.synthesize import extend_corpus
+
+    extended, report = extend_corpus(corpus, answer_tokens=answer_tokens, workers=workers)
+    console.print(f"{report}")
+    for info in extended.info.splits.values():
+        console.print(f"{corpus / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+
+
+@data.command()
 def preview(
     file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
     target: TargetOption = "smollm2-135m",
@@ -85,11 +100,11 @@ def preview(
     """Show which tokens a drafter would be trained on."""
     from kvshot.data import encode, read_conversations
     from kvshot.data import preview as show_tokens
-    from kvshot.targets import load_target
+    from kvshot.targets import load_tokenizer
 
     report = read_conversations(file, on_bad=on_bad.value)
     _print_bad(report.bad)
-    tokenizer = load_target(target).tokenizer
+    tokenizer = load_tokenizer(target)
     for conversation in report.conversations[:n]:
         console.print(show_tokens(tokenizer, encode(tokenizer, conversation)))
 

@@ -92,12 +92,18 @@ class Filter:
             return "empty"
         if looping(answer_ids):
             return "looping"
-        text = "\0".join(" ".join(words(m.content)) or m.content.strip() for m in conversation.messages)
-        if text in self._texts:
+        if _whole(conversation) in self._texts:
             return "duplicate"
-        keys = fingerprints(conversation, self.prefix_words)
-        if keys & self._keys:
+        if fingerprints(conversation, self.prefix_words) & self._keys:
             return "near-duplicate"
-        self._texts.add(text)
-        self._keys |= keys
+        self.remember(conversation)
         return None
+
+    def remember(self, conversation: Conversation) -> None:
+        """Later conversations must not repeat this one."""
+        self._texts.add(_whole(conversation))
+        self._keys |= fingerprints(conversation, self.prefix_words)
+
+
+def _whole(conversation: Conversation) -> str:
+    return "\0".join(" ".join(words(m.content)) or m.content.strip() for m in conversation.messages)

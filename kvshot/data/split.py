@@ -44,19 +44,27 @@ def split(
         )
     chosen = set(np.random.default_rng(seed).permutation(total)[:count].tolist())
     kept_out = [conversations[i] for i in sorted(chosen)]
-    keys = set().union(*(fingerprints(c, prefix_words) for c in kept_out))
-    grams = set().union(*(_grams(c, gram) for c in kept_out))
-    train, dropped = [], []
-    for i, conversation in enumerate(conversations):
-        if i in chosen:
-            continue
-        own = _grams(conversation, gram)
-        overlaps = bool(own) and len(own & grams) >= overlap * len(own)
-        alike = overlaps or not keys.isdisjoint(fingerprints(conversation, prefix_words))
-        (dropped if alike else train).append(conversation)
+    rest = [c for i, c in enumerate(conversations) if i not in chosen]
+    train, dropped = without_alike(rest, kept_out, prefix_words=prefix_words, gram=gram, overlap=overlap)
     if not train:
         raise KvshotError("every training conversation resembles a held-out one: give more varied data")
     return Split(train, kept_out, dropped)
+
+
+def without_alike(
+    conversations: Sequence[Conversation], held_out: Sequence[Conversation], *,
+    prefix_words: int = 16, gram: int = 8, overlap: float = 0.5,
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(kept, dropped): the conversations without those that resemble a held-out one, as `split` defines it."""
+    keys = set().union(*(fingerprints(c, prefix_words) for c in held_out))
+    grams = set().union(*(_grams(c, gram) for c in held_out))
+    kept, dropped = [], []
+    for conversation in conversations:
+        own = _grams(conversation, gram)
+        overlaps = bool(own) and len(own & grams) >= overlap * len(own)
+        alike = overlaps or not keys.isdisjoint(fingerprints(conversation, prefix_words))
+        (dropped if alike else kept).append(conversation)
+    return kept, dropped
 
 
 def _grams(conversation: Conversation, n: int) -> set[int]:

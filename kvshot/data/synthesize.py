@@ -12,6 +12,7 @@ import json
 import multiprocessing as mp
 import os
 import queue
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from kvshot.data.corpus import Corpus
 from kvshot.data.filters import Filter, Report, looping
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
 from kvshot.data.readers import Conversation, Message
-from kvshot.data.split import split
+from kvshot.data.split import split, without_alike
 from kvshot.data.template import prompt_ids, prompt_text
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
 from kvshot.progress import progress
+from kvshot.targets import load_target, load_tokenizer, weights_sha256
 
 
 class Recipe(BaseModel):
@@ -111,8 +113,6 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
-    from kvshot.targets import load_target
-
     torch.set_num_threads(1)
     try:
         target = load_target(recipe.target, dtype="bfloat16", device="cpu")
@@ -140,13 +140,13 @@ def _write_part(folder: Path, number: int, rows: Sequence[Row]) -> None:
 
 
 def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int | None, done,
-                 max_rows: int = MAX_ROWS) -> None:
+                 max_rows: int = MAX_ROWS, first: int = 0) -> None:
     """Fill missing parts until `done(number)` says that it is enough or, with `total`, all are there."""
     have = sorted(int(p.stem.split("-")[1]) for p in folder.glob("part-*.json"))
     if any([done(n) for n in have]) or (total is not None and len(have) >= total):
         return
     ctx = mp.get_context("spawn")
-    work = _Work(ctx.Value("q", 0), ctx.Event(), ctx.Queue(), total, max_rows)
+    work = _Work(ctx.Value("q", first), ctx.Event(), ctx.Queue(), total, max_rows)
     set_for_children()
     processes = [ctx.Process(target=_worker, args=(recipe, folder, prompts, work), daemon=True) for _ in range(workers)]
     for p in processes:
@@ -173,16 +173,18 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
 
 
 def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None,
-               tokenizer=None, max_rows: int = MAX_ROWS) -> tuple[list[Conversation], Report]:
+               tokenizer=None, max_rows: int = MAX_ROWS, first: int = 0, seen: Sequence[Conversation] = ()
+               ) -> tuple[list[Conversation], Report]:
     """Conversations of one user turn and one answer: the first whole blocks that hold `answer_tokens` kept tokens.
 
     folder: parts and the recipe; a folder begun with another recipe is refused. max_rows: live rows of a worker, which
-    finishes what it began, so a small data set wants few. Returns the kept conversations in
-    block order and the report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
+    finishes what it began, so a small data set wants few. first: number of the first block; seen: conversations kept
+    before it, which new ones must not repeat. Returns the kept conversations in block order and the report of what was
+    dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
     folder = _folder(Path(folder), recipe.model_dump_json(indent=1))
-    tokenizer = tokenizer or _tokenizer(recipe)
-    frame, keeper, ready, upto, kept = _Frame(tokenizer), _Keeper(tokenizer), set(), 0, 0
+    tokenizer = tokenizer or load_tokenizer(recipe.target)
+    frame, keeper, ready, upto, kept = _Frame(tokenizer), _Keeper(tokenizer, seen), set(), first, 0
     with progress("answer tokens kept", answer_tokens) as advance:
         def done(number: int) -> bool:
             nonlocal upto, kept
@@ -191,13 +193,13 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
                 n = sum(c.meta["answer_tokens"] for c in keeper.part(folder, upto, frame))
                 upto, kept = upto + 1, kept + n
                 advance(n, str(keeper.filter.report))
-            if upto >= GIVE_UP_AFTER and not kept:
-                raise KvshotError(f"none of the first {upto} blocks of {recipe.block_rows} rows is worth keeping "
+            if upto - first >= GIVE_UP_AFTER and not kept:
+                raise KvshotError(f"nothing in {upto - first} blocks of {recipe.block_rows} rows is worth keeping "
                                   f"({keeper.filter.report}): the target writes no usable text with this recipe")
             return kept >= answer_tokens
 
-        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done, max_rows)
-    return collect(folder, tokenizer, answer_tokens=answer_tokens)
+        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done, max_rows, first)
+    return collect(folder, tokenizer, answer_tokens=answer_tokens, first=first, seen=seen)
 
 
 def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversation], *, workers: int | None = None,
@@ -206,7 +208,7 @@ def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversa
     for prompt in prompts:
         if not prompt.messages or prompt.messages[-1].role != "user":
             raise KvshotError(f"prompt {prompt.id!r} does not end with a user turn: remove its last answer")
-    tokenizer = tokenizer or _tokenizer(recipe)
+    tokenizer = tokenizer or load_tokenizer(recipe.target)
     ids = [prompt_ids(tokenizer, p.messages) for p in prompts]
     asked = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
     folder = _folder(Path(folder), recipe.model_dump_json(indent=1) + f"\nprompts {asked}")
@@ -220,12 +222,6 @@ def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversa
     return kept, keeper.filter.report
 
 
-def _tokenizer(recipe: Recipe):
-    from kvshot.targets import load_target
-
-    return load_target(recipe.target, device="cpu").tokenizer
-
-
 def _folder(folder: Path, text: str) -> Path:
     path = folder / "recipe.txt"
     if path.exists() and path.read_text() != text:
@@ -236,10 +232,12 @@ def _folder(folder: Path, text: str) -> Path:
 
 
 class _Keeper:
-    """Parts to conversations, through the filters."""
+    """Parts to conversations, through the filters; `seen` were kept before."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer, seen: Sequence[Conversation] = ()) -> None:
         self.tokenizer, self.filter = tokenizer, Filter()
+        for conversation in seen:
+            self.filter.remember(conversation)
 
     def part(self, folder: Path, number: int, frame: _Frame, prompts: Sequence[Conversation] | None = None) -> list:
         rows = json.loads(_part(folder, number).read_text())
@@ -274,13 +272,11 @@ class _Keeper:
             truncated=row["outcome"] == "limit", meta={"answer_tokens": len(written[-1])}), None
 
 
-def collect(folder: str | os.PathLike, tokenizer, *, answer_tokens: int | None = None):
-    """The finished parts of a synthesis, filtered, in order up to a missing one or `answer_tokens` kept tokens.
-
-    Returns (conversations, report).
-    """
-    folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer)
-    kept, tokens, number = [], 0, 0
+def collect(folder: str | os.PathLike, tokenizer, *, answer_tokens: int | None = None, first: int = 0,
+            seen: Sequence[Conversation] = ()) -> tuple[list[Conversation], Report]:
+    """The finished parts of a synthesis, filtered, in order up to a missing one or `answer_tokens` kept tokens."""
+    folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer, seen)
+    kept, tokens, number = [], 0, first
     while _part(folder, number).exists() and (answer_tokens is None or tokens < answer_tokens):
         new = keeper.part(folder, number, frame)
         kept, tokens, number = kept + new, tokens + sum(c.meta["answer_tokens"] for c in new), number + 1
@@ -306,13 +302,42 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
     return Corpus.save(out, out.resolve().name, about, parts), report
 
 
+OWN_SPLITS = ("train", "validation", "held_out")
+
+
+def extend_corpus(folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None
+                  ) -> tuple[Corpus, Report]:
+    """Synthesise on behind the last block of a corpus, until it holds `answer_tokens` of its target's own text.
+
+    New conversations that resemble neither an earlier nor a held-out one go to the end of the training split; the other
+    splits stay as they are. Returns the corpus and the report on the new blocks. Raises KvshotError when the corpus was
+    not synthesised, or by other weights.
+    """
+    folder = Path(folder)
+    corpus = Corpus.load(folder)
+    about, splits = dict(corpus.info.recipe), corpus.splits
+    if not {*Recipe.model_fields, "target_weights_sha256"} <= set(about) or not set(OWN_SPLITS) <= set(splits):
+        raise KvshotError(f"{folder} was not made by `kvshot data synthesize`: only such a data set can be extended")
+    recipe = Recipe(**{name: about[name] for name in Recipe.model_fields})
+    own = [c for name in OWN_SPLITS for c in splits[name]]
+    missing = answer_tokens - sum(corpus.info.splits[name].answer_tokens for name in OWN_SPLITS)
+    if missing <= 0:
+        return corpus, Report()
+    if about["target_weights_sha256"] != weights_sha256(recipe.target):
+        raise KvshotError(f"{folder} was written by other weights than {recipe.target} has here: start a new data set")
+    first = 1 + max(int(c.id.split("-")[0]) for c in own)
+    new, report = synthesize(recipe, folder / "parts", answer_tokens=missing, workers=workers, first=first, seen=own)
+    new, alike = without_alike(new, splits["validation"] + splits["held_out"])
+    about["kept"] += report.kept
+    about["dropped"] = dict(sorted((Counter(about["dropped"]) + report.dropped).items()))
+    about["dropped as like a held-out one"] += len(alike)
+    return Corpus.save(folder, corpus.info.name, about, {**splits, "train": splits["train"] + new}), report
+
+
 def describe(recipe: Recipe, report: Report) -> dict:
     """Everything that made the text, for the corpus's own record."""
-    from kvshot.targets import load_target
-
-    weights = load_target(recipe.target, device="cpu").weights_sha256
     return {
-        **recipe.model_dump(mode="json"), "target_weights_sha256": weights,
+        **recipe.model_dump(mode="json"), "target_weights_sha256": weights_sha256(recipe.target),
         "computed_in": "bfloat16", "top_k": Sampled(1, frozenset()).top_k,
         "kept": report.kept, "dropped": dict(sorted(report.dropped.items())),
     }

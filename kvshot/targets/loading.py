@@ -47,18 +47,30 @@ def load_target(name: str, *, dtype: torch.dtype | str | None = None, device: st
     device = _device(device)
     dtype = _dtype(dtype, name, device)
     if name == "smoke":
-        model, tokenizer = smoke_model(), smoke_tokenizer()
-        digest = _state_sha256(model)
+        model = smoke_model()
         for parameter in model.parameters():  # not model.to(dtype): that would round the RoPE frequencies too
             parameter.data = parameter.data.to(dtype)
-    elif name == "smollm2-135m":
-        model, tokenizer = _from_folder(_smollm2_folder(), dtype)
-        digest = SMOLLM2_SHA256
     else:
-        folder = _resolve(name)
-        model, tokenizer = _from_folder(folder, dtype)
-        digest = _folder_sha256(folder)
-    return Target(name, model.to(device).eval().requires_grad_(False), tokenizer, digest)
+        model = _read(AutoModelForCausalLM, _target_folder(name), dtype=dtype)
+    return Target(name, model.to(device).eval().requires_grad_(False), load_tokenizer(name), weights_sha256(name))
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a target, without its weights; names and errors as for `load_target`."""
+    return smoke_tokenizer() if name == "smoke" else _read(AutoTokenizer, _target_folder(name, weights=False))
+
+
+def weights_sha256(name: str) -> str:
+    """The hash by which records, checkpoints and stores know a target's weights; errors as for `load_target`."""
+    if name == "smoke":
+        return _state_sha256(smoke_model())
+    if name == "smollm2-135m":
+        return SMOLLM2_SHA256
+    return _folder_sha256(_target_folder(name))
+
+
+def _target_folder(name: str, *, weights: bool = True) -> Path:
+    return _smollm2_folder() if name == "smollm2-135m" else _resolve(name, weights=weights)
 
 
 def _device(device: str | None) -> torch.device:
@@ -103,22 +115,20 @@ def _quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _from_folder(folder: Path, dtype: torch.dtype):
-    """Model and tokenizer out of a local folder; nothing is fetched."""
+def _read(auto: type, folder: Path, **options):
+    """A model or tokenizer out of a local folder; nothing is fetched."""
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return auto.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as err:
         raise KvshotError(f"{folder} does not load as a causal language model: {_first_line(err)}") from err
-    return model, tokenizer
 
 
 def _first_line(err: Exception) -> str:
     return (str(err).strip().splitlines() or [type(err).__name__])[0]
 
 
-def _resolve(name: str) -> Path:
+def _resolve(name: str, *, weights: bool = True) -> Path:
     """The local folder of a hub id (downloaded if need be, with the hub's own progress) or of a path."""
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
@@ -130,7 +140,7 @@ def _resolve(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as err:

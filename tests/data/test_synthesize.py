@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshot.data import Conversation, Message, prompt_ids
 from kvshot.data.corpus import Corpus
-from kvshot.data.synthesize import Recipe, _Frame, _Keeper, answer, synthesize, synthesize_corpus
+from kvshot.data.synthesize import Recipe, _Frame, _Keeper, answer, extend_corpus, synthesize, synthesize_corpus
 from kvshot.errors import KvshotError
 from kvshot.targets import load_target
 
@@ -91,6 +91,26 @@ def test_a_corpus_grows_at_its_end_only(word_target, tmp_path, monkeypatch):
     n = len(small.splits["train"])
     assert small.splits["train"] == large.splits["train"][:n] and len(large.splits["train"]) > n
     assert Corpus.load(tmp_path).splits == large.splits
+
+
+@pytest.mark.slow
+def test_an_extended_corpus_is_the_longer_one(word_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvshot.data.synthesize.HELD_OUT_AMONG", 12)
+    asked = recipe(word_target)
+    whole, _ = synthesize_corpus(asked, tmp_path / "whole", answer_tokens=600, workers=1, held_out=3)
+    small, _ = synthesize_corpus(asked, tmp_path / "grown", answer_tokens=300, workers=1, held_out=3)
+    grown, report = extend_corpus(tmp_path / "grown", answer_tokens=600, workers=1)
+    assert grown.splits == whole.splits and report.kept
+    assert grown.info.recipe == whole.info.recipe
+    assert Corpus.load(tmp_path / "grown").splits == whole.splits
+    same, report = extend_corpus(tmp_path / "grown", answer_tokens=10, workers=1)
+    assert same.splits == whole.splits and not report.kept
+    with pytest.raises(KvshotError, match="was not made by"):
+        Corpus.save(tmp_path / "foreign", "x", {"from": "elsewhere"}, small.splits)
+        extend_corpus(tmp_path / "foreign", answer_tokens=10_000)
+    with pytest.raises(KvshotError, match="other weights"):
+        Corpus.save(tmp_path / "other", "x", {**small.info.recipe, "target_weights_sha256": "0"}, small.splits)
+        extend_corpus(tmp_path / "other", answer_tokens=10_000)
 
 
 @pytest.mark.slow
