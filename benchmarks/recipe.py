@@ -1,4 +1,4 @@
-"""Which learning rate, and from where should the drafter start? Short runs of EAGLE-3, compared on validation MAT.
+"""Which optimizer and learning rate, and from where should the drafter start? Short runs of EAGLE-3, compared on validation MAT.
 
     python benchmarks/recipe.py results/choices/laptop-eagle3.json [profile] [steps]
 
@@ -21,9 +21,10 @@ from kvshot.fileio import atomic_file
 from kvshot.training.trainer import TrainConfig
 
 CHOICES = {
-    "from the target, lr 1e-3": {"init": "target", "lr": 1e-3},
-    "from random, lr 1e-3": {"init": "random", "lr": 1e-3},
-    "from the target, lr 3e-3": {"init": "target", "lr": 3e-3},
+    "from the target, AdamW, lr 3e-3": {"init": "target", "optimizer": "adamw", "lr": 3e-3},
+    "from the target, Muon, lr 3e-3": {"init": "target", "optimizer": "muon", "lr": 3e-3},
+    "from random, AdamW, lr 3e-3": {"init": "random", "optimizer": "adamw", "lr": 3e-3},
+    "from the target, AdamW, lr 1e-3": {"init": "target", "optimizer": "adamw", "lr": 1e-3},
 }
 
 

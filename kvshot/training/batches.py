@@ -12,6 +12,8 @@ from kvshot.errors import KvshotError
 from kvshot.targets import FeatureStore
 from kvshot.training.ttt import Batch
 
+WIDTH = 16
+
 
 def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Indices of each batch, in order; a function of its arguments only.
@@ -46,9 +48,9 @@ def training_batches(lengths: Sequence[int], batch_tokens: int, seed: int, start
 
 
 def load_batch(store: FeatureStore, indices: Sequence[int], hidden_layers: Sequence[int]) -> Batch:
-    """Sequences `indices` of the store, padded to the longest with zeros; the hidden layers asked for, in that order.
+    """Sequences `indices` of the store, with the hidden layers asked for, in that order.
 
-    Raises KvshotError when the store lacks one: a neighbouring layer in its place would go unnoticed.
+    Padded with zeros to the longest, or up to WIDTH - 1 more. Raises KvshotError when the store lacks one: a neighbouring layer in its place would go unnoticed.
     """
     have = store.meta["hidden_layers"]
     missing = sorted(set(hidden_layers) - set(have))
@@ -58,7 +60,8 @@ def load_batch(store: FeatureStore, indices: Sequence[int], hidden_layers: Seque
     rows = [store[i] for i in indices]
     for row in rows:
         row["hidden"] = row["hidden"][picked]
-    width = max(len(r["ids"]) for r in rows)
+    # widths that recur: an allocator that keeps its blocks can use them again
+    width = -(-max(len(r["ids"]) for r in rows) // WIDTH) * WIDTH
 
     def pad(name: str, axis: int) -> Tensor:
         first = rows[0][name]

@@ -46,6 +46,7 @@ class TrainConfig(BaseModel):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
     init: Literal["random", "target"] = "target"
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for all matrices but the draft head")
     precision: Literal["no", "bf16"] = "bf16"
     eval_every: int = Field(200, ge=1)
     seed: int = Field(0, ge=0)
@@ -89,6 +90,22 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
     return drafter
 
 
+def make_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the matrices inside and AdamW for norms and draft head.
+
+    Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both.
+    """
+    inner = [p for name, p in drafter.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
+    muon = inner if config.optimizer == "muon" else []
+    chosen = {id(p) for p in muon}
+    rest = [p for p in drafter.parameters() if id(p) not in chosen]
+    adamw = torch.optim.AdamW(rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+    if not muon:
+        return [adamw]
+    return [adamw, torch.optim.Muon(muon, lr=config.lr, weight_decay=config.weight_decay,
+                                    adjust_lr_fn="match_rms_adamw")]
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warm-up, then a cosine to final_lr * lr; `step` counts from 0."""
     warm = max(1, round(config.warmup * config.steps))
@@ -129,9 +146,8 @@ class Trainer:
         self.accelerator = _accelerator(target.device)
         teacher = target.scorer(vocab.ids.to(target.device))
         loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay)
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, betas=config.betas,
-                                      weight_decay=config.weight_decay, fused=True)
-        self.loss, self.optimizer = self.accelerator.prepare(loss, optimizer)
+        self.loss = self.accelerator.prepare(loss)
+        self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.done = Progress()
 
     def run(self, *, until: int | None = None, quiet: bool = False) -> Progress:
@@ -168,14 +184,15 @@ class Trainer:
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + state.step) * len(batches) + rank)
         columns = choose_columns(batch.loss_mask, config.n_steps, config.columns_per_sequence, generator)
         batch, columns = batch.to(self.accelerator.device), columns.to(self.accelerator.device)
-        for group in self.optimizer.param_groups:
+        for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(config, state.step)
         with self._autocast():
             loss = self.loss(batch, columns)
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         state.tokens += sum(self.store.lengths[i] for indices in batches for i in indices)
         return loss.detach(), norm.detach()
 
@@ -213,7 +230,7 @@ class Trainer:
 
     def _save(self) -> None:
         payload = {"drafter": self.drafter.state_dict(),
-                   "optimizer": self.optimizer.state_dict(), "progress": asdict(self.done),
+                   "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.done),
                    "belongs": self._belongs()}
         with atomic_file(self.folder / "last.pt") as tmp:
             torch.save(payload, tmp)
@@ -237,7 +254,8 @@ class Trainer:
                 raise KvshotError(f"{path} belongs to another recipe (its {what} differs): use another folder or "
                                   "delete it")
         self.drafter.load_state_dict(saved["drafter"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.done = Progress(**saved["progress"])
         try:
             load_drafter(self.folder / "best", self.target)

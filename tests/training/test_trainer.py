@@ -10,7 +10,7 @@ from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.training.batches import plan_epoch, training_batches
-from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, new_drafter
+from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, new_drafter
 
 CONFIG = TrainConfig(steps=8, batch_tokens=512, columns_per_sequence=8, n_steps=3, eval_every=4, lr=3e-3,
                      precision="no")
@@ -28,10 +28,10 @@ def trainer(small, folder, config=CONFIG, evaluate=None):
     return Trainer(small.target, drafter, small.vocab, small.store, config, folder, evaluate or measure(small))
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_two_halves_are_one_whole(small, tmp_path, precision):
+@pytest.mark.parametrize("choice", [{}, {"precision": "bf16"}, {"optimizer": "muon"}], ids=str)
+def test_two_halves_are_one_whole(small, tmp_path, choice):
     """N + N steps = 2 N steps, bit for bit: weights, optimizer, schedule, data order, columns."""
-    config = CONFIG.model_copy(update={"precision": precision})
+    config = CONFIG.model_copy(update=choice)
     whole = trainer(small, tmp_path / "whole", config)
     whole.run(quiet=True)
     first = trainer(small, tmp_path / "halves", config)
@@ -81,6 +81,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_nothing(small, tmp_p
     with pytest.raises(KvshotError, match="loss is nan"):
         run.run(quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_every_parameter_has_one_optimizer(small):
+    drafter = new_drafter(small.target, small.config, small.vocab, seed=0)
+    for choice, kinds in (("adamw", ["AdamW"]), ("muon", ["AdamW", "Muon"])):
+        made = make_optimizers(drafter, CONFIG.model_copy(update={"optimizer": choice}))
+        assert [type(o).__name__ for o in made] == kinds
+        held = [id(p) for o in made for g in o.param_groups for p in g["params"]]
+        assert sorted(held) == sorted(id(p) for p in drafter.parameters())
+    ours = {id(p) for g in made[1].param_groups for p in g["params"]}
+    assert id(drafter.lm_head.weight) not in ours and id(drafter.fc.weight) in ours
 
 
 def test_learning_rate_schedule():
