@@ -1,4 +1,4 @@
-"""Which optimizer and learning rate, and from where should the drafter start? Short runs of EAGLE-3, compared on validation MAT.
+"""Which optimizer, which learning rate, which start? Short runs of EAGLE-3, compared on validation MAT.
 
     python benchmarks/recipe.py results/choices/laptop-eagle3.json [profile] [steps]
 

@@ -50,7 +50,8 @@ def training_batches(lengths: Sequence[int], batch_tokens: int, seed: int, start
 def load_batch(store: FeatureStore, indices: Sequence[int], hidden_layers: Sequence[int]) -> Batch:
     """Sequences `indices` of the store, with the hidden layers asked for, in that order.
 
-    Padded with zeros to the longest, or up to WIDTH - 1 more. Raises KvshotError when the store lacks one: a neighbouring layer in its place would go unnoticed.
+    Padded with zeros to the longest, or up to WIDTH - 1 more. Raises KvshotError when the store lacks a layer: a
+    neighbouring one in its place would go unnoticed.
     """
     have = store.meta["hidden_layers"]
     missing = sorted(set(hidden_layers) - set(have))
