@@ -19,9 +19,9 @@ from kvshot.allocator import restart_with_settings
 from kvshot.data import DraftVocab, Example
 from kvshot.data.generate import BlockGenerator, Row, Sampled
 from kvshot.drafters import eagle3
+from kvshot.drafters.init import new_drafter
 from kvshot.targets import FeatureStore, capture, load_target
 from kvshot.training.batches import load_batch
-from kvshot.training.trainer import new_drafter
 from kvshot.training.ttt import TTTLoss, choose_columns
 
 

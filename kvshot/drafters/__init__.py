@@ -4,8 +4,10 @@ from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import FAMILIES, DrafterConfig, eagle3
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.drafting import Round, draft_and_verify, draft_chain
+from kvshot.drafters.init import new_drafter, warm_start
+from kvshot.drafters.injection import Given
 
 __all__ = [
-    "FAMILIES", "Drafter", "DrafterConfig", "Round", "draft_and_verify", "draft_chain", "eagle3", "load_drafter",
-    "save_drafter",
+    "FAMILIES", "Drafter", "DrafterConfig", "Given", "Round", "draft_and_verify", "draft_chain", "eagle3",
+    "load_drafter", "new_drafter", "save_drafter", "warm_start",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Attention = Callable[..., Tensor]
+Attend = Callable[..., Tensor]
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, limit: Tensor, chain_k: Tensor, chain_v: Tensor) -> Tensor:
@@ -53,4 +53,4 @@ def dense(q: Tensor, keys: Tensor, values: Tensor, limit: Tensor, chain_k: Tenso
     return out.reshape(b, h, n, d)
 
 
-BACKENDS: dict[str, Attention] = {"reference": reference, "dense": dense}
+BACKENDS: dict[str, Attend] = {"reference": reference, "dense": dense}

@@ -14,14 +14,24 @@ class DrafterConfig(BaseModel):
     """What a drafter reads and remembers, and its shape.
 
     hidden_layers: HF indices (blocks applied) of the target states fused into its input; empty: the token embedding
-    alone. memory: what it can attend to of the verified prefix: "own", keys and values of its own layers, or "none".
-    EAGLE-3 is three hidden layers, own memory, depth 1; "No target info" (Table 1) is no hidden layer, own memory.
+    alone. memory: what it can attend to of the verified prefix: "own", keys and values of its own layers; "target",
+    those of the target's blocks `kv_layers` by way of `injection` (see `Injection`); "both", two attentions merged by
+    a gate; "none". per_layer: draft layer i reads kv_layers[i] alone. qk_norm: RMSNorm per head on queries and on the
+    drafter's own keys.
+
+    EAGLE-3 is three hidden layers, own memory, depth 1; "No target info" (Table 1) is no hidden layer, own memory;
+    KV-only is no hidden layer, the target's memory; the hybrid is EAGLE-3 with both; cross-only EAGLE-3's input with
+    the target's memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hidden_layers: tuple[int, ...] = ()
-    memory: Literal["own", "none"] = "own"
+    memory: Literal["own", "target", "both", "none"] = "own"
+    kv_layers: tuple[int, ...] = ()
+    injection: Literal["concat", "linear", "linear+rope", "mlp", "mlp+norm", "hidden"] | None = None
+    per_layer: bool = False
+    qk_norm: bool = False
     depth: int = Field(1, ge=1)
 
     hidden_size: int = Field(ge=1)
@@ -41,13 +51,50 @@ class DrafterConfig(BaseModel):
         if self.draft_vocab_size > self.target_vocab_size:
             raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} exceeds the target's "
                              f"{self.target_vocab_size}")
-        if any(i < 0 for i in self.hidden_layers):
-            raise ValueError(f"hidden layers {self.hidden_layers} must be HF indices from 0")
+        if any(i < 0 for i in (*self.hidden_layers, *self.kv_layers)):
+            raise ValueError(f"hidden layers {self.hidden_layers} and KV layers {self.kv_layers} must be HF indices "
+                             "from 0")
+        if self.remembers_target != bool(self.kv_layers) or self.remembers_target != (self.injection is not None):
+            raise ValueError(f"memory {self.memory!r} with KV layers {self.kv_layers} and injection {self.injection!r}:"
+                             " the target's memory needs both, any other neither")
+        if self.per_layer and len(self.kv_layers) != self.depth:
+            raise ValueError(f"{self.depth} draft layers cannot read {len(self.kv_layers)} target layers one each")
         return self
 
     @property
     def reads_hidden(self) -> bool:
         return bool(self.hidden_layers)
+
+    @property
+    def remembers_target(self) -> bool:
+        return self.memory in ("target", "both")
+
+    @property
+    def hidden_needed(self) -> tuple[int, ...]:
+        """HF indices of all hidden states it reads: those fused into its input, then others made into keys."""
+        extra = self.kv_layers if self.injection == "hidden" else ()
+        return self.hidden_layers + tuple(i for i in extra if i not in self.hidden_layers)
+
+    @property
+    def kv_hidden_at(self) -> tuple[int, ...]:
+        """Where in `hidden_needed` the states entering blocks `kv_layers` stand; empty unless keys come from them."""
+        return tuple(map(self.hidden_needed.index, self.kv_layers)) if self.injection == "hidden" else ()
+
+    @property
+    def kv_needed(self) -> tuple[int, ...]:
+        """Target blocks whose keys and values it reads."""
+        return () if self.injection == "hidden" else self.kv_layers
+
+    @property
+    def cross_heads(self) -> tuple[int, int]:
+        """Query and key heads of the attention over the target's memory.
+
+        Concatenated target layers bring all their key heads; the query heads become the next multiple of them.
+        """
+        if self.injection != "concat":
+            return self.n_heads, self.n_kv_heads
+        kv = self.n_kv_heads * (1 if self.per_layer else len(self.kv_layers))
+        return -(-self.n_heads // kv) * kv, kv
 
     @classmethod
     def for_target(cls, target: Target, *, draft_vocab_size: int, **choices) -> DrafterConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvshot.drafters.drafter import Drafter
+from kvshot.drafters.injection import Given
 from kvshot.errors import KvshotError
 from kvshot.targets import Target, capture
 
@@ -42,11 +43,11 @@ def draft_chain(target: Target, drafter: Drafter, ids: list[int], n_steps: int =
         raise KvshotError("drafting needs at least two tokens: a prefix that the target read, and its choice")
     device = target.device
     every = torch.tensor([ids], device=device)
-    context = capture(target, every[:, :-1], hidden_layers=drafter.config.hidden_layers, kv_layers=())
-    fused = drafter.fuse(context.hidden)
+    config = drafter.config
+    context = capture(target, every[:, :-1], hidden_layers=config.hidden_needed, kv_layers=config.kv_needed)
+    given = Given(context.hidden, context.keys, context.values)
     column = torch.full((1, 1), len(ids) - 2, device=device)
-    positions = torch.arange(1, len(ids) - 1, device=device)[None]
-    memory = drafter.remember(every[:, 1:-1], positions, None if fused is None else fused[:, :-1])
+    memory, fused = drafter.remember(given, every[:, 1:]), drafter.fuse(given.hidden)
     state = None if fused is None else fused[:, -1:]
     token, chain, tokens, probabilities = every[:, -1:], None, [], []
     for k in range(n_steps):

@@ -26,12 +26,12 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
     parts = []
     with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
         for start in range(0, len(store), size):
-            batch = load_batch(store, range(start, min(start + size, len(store))), drafter.config.hidden_layers)
+            batch = load_batch(store, range(start, min(start + size, len(store))), drafter.config)
             columns = choose_columns(batch.loss_mask, n_steps, None).to(device)
             batch = batch.to(device)
             keep = columns.valid[..., 0]
             hits, oov = [], []
-            for k, state in enumerate(unroll(drafter, batch.ids, batch.hidden, columns.at, n_steps)):
+            for k, state in enumerate(unroll(drafter, batch.ids, batch.given, columns.at, n_steps)):
                 label = gather_columns(batch.argmax, columns.at + 1 + k)[keep]
                 choice = drafter.vocab_ids[drafter.logits(state[keep]).argmax(-1)]
                 hits.append(choice == label)

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import FAMILIES, checked
 from kvshot.drafters.drafter import Drafter
+from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
@@ -27,7 +28,7 @@ from kvshot.experiments.record import (
 from kvshot.fileio import cache_dir
 from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
-from kvshot.training.trainer import Progress, TrainConfig, Trainer, new_drafter
+from kvshot.training.trainer import Progress, TrainConfig, Trainer
 
 
 def train(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainConfig) -> Progress:

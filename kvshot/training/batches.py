@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvshot.drafters.config import DrafterConfig
+from kvshot.drafters.injection import Given
 from kvshot.errors import KvshotError
 from kvshot.targets import FeatureStore
 from kvshot.training.ttt import Batch
@@ -47,31 +49,38 @@ def training_batches(lengths: Sequence[int], batch_tokens: int, seed: int, start
         epoch += 1
 
 
-def load_batch(store: FeatureStore, indices: Sequence[int], hidden_layers: Sequence[int]) -> Batch:
-    """Sequences `indices` of the store, with the hidden layers asked for, in that order.
+def load_batch(store: FeatureStore, indices: Sequence[int], config: DrafterConfig) -> Batch:
+    """Sequences `indices` of the store, with what a drafter of this configuration reads.
 
     Padded with zeros to the longest, or up to WIDTH - 1 more. Raises KvshotError when the store lacks a layer: a
     neighbouring one in its place would go unnoticed.
     """
-    have = store.meta["hidden_layers"]
-    missing = sorted(set(hidden_layers) - set(have))
-    if missing:
-        raise KvshotError(f"the feature store {store.folder} lacks hidden layers {missing}: capture them first")
-    picked = [have.index(i) for i in hidden_layers]
+    hidden = _places(store, "hidden_layers", config.hidden_needed)
+    kv = _places(store, "kv_layers", config.kv_needed)
     rows = [store[i] for i in indices]
-    for row in rows:
-        row["hidden"] = row["hidden"][picked]
     # widths that recur: an allocator that keeps its blocks can use them again
     width = -(-max(len(r["ids"]) for r in rows) // WIDTH) * WIDTH
 
-    def pad(name: str, axis: int) -> Tensor:
-        first = rows[0][name]
-        shape = list(first.shape)
+    def pad(name: str, axis: int, places: list[int] | None = None) -> Tensor:
+        shape = list(rows[0][name].shape)
         shape[axis] = width
-        out = torch.zeros(len(rows), *shape, dtype=first.dtype)
+        if places is not None:
+            shape[0] = len(places)
+        out = torch.zeros(len(rows), *shape, dtype=rows[0][name].dtype)
         for i, r in enumerate(rows):
-            out[i].narrow(axis, 0, r[name].shape[axis]).copy_(r[name])
+            there = r[name] if places is None else r[name][places]
+            out[i].narrow(axis, 0, there.shape[axis]).copy_(there)
         return out
 
-    return Batch(pad("ids", 0), pad("loss_mask", 0), pad("hidden", 1), pad("final", 0), pad("argmax", 0),
-                 torch.tensor(indices))
+    given = Given(pad("hidden", 1, hidden) if hidden else None,
+                  *(pad(name, 2, kv) if kv else None for name in ("keys", "values")))
+    return Batch(pad("ids", 0), pad("loss_mask", 0), given, pad("final", 0), pad("argmax", 0), torch.tensor(indices))
+
+
+def _places(store: FeatureStore, kind: str, wanted: Sequence[int]) -> list[int]:
+    have = store.meta[kind]
+    missing = sorted(set(wanted) - set(have))
+    if missing:
+        raise KvshotError(f"the feature store {store.folder} lacks {kind.replace('_', ' ')} {missing}: capture them "
+                          "first")
+    return [have.index(i) for i in wanted]

@@ -15,12 +15,11 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
 from kvshot.data import DraftVocab
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
-from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
+from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
 from kvshot.progress import progress
@@ -45,8 +44,10 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
-    init: Literal["random", "target"] = "target"
+    init: Init = "target"
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for all matrices but the draft head")
+    offline: bool = Field(False, description="every step from the target's states: no drift alignment (Table 6)")
+    kv_gradient: float = Field(1.0, gt=0, description="factor on the gradient of draft-side W_K, W_V (Table 6)")
     precision: Literal["no", "bf16"] = "bf16"
     eval_every: int = Field(200, ge=1)
     seed: int = Field(0, ge=0)
@@ -64,30 +65,13 @@ class Progress:
     curve: list[dict] = field(default_factory=list)
 
 
-def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, seed: int,
-                init: Literal["random", "target"] = "target") -> Drafter:
-    """A fresh drafter: normal(0, 0.02) matrices.
-
-    With init "target", final norm and draft head are the target's (pruned to the draft vocabulary), and the fusion
-    passes the highest hidden state through, so that the head reads from the first step what it was made to read.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    drafter = Drafter(config, target.embedding_weight.float(), vocab.ids.to(target.device))
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear):
-            weight = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
-            module.weight.data.copy_(weight)
-    drafter.to(target.device)
-    if init == "target":
-        if not hasattr(target.decoder, "norm") or target.config.model_type.startswith("gemma"):
-            raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use "
-                              "init='random'")
-        drafter.lm_head.weight.data.copy_(target.head_weight[vocab.ids.to(target.device)])
-        drafter.norm.weight.data.copy_(target.decoder.norm.weight)
-        if config.reads_hidden:
-            d = config.hidden_size
-            drafter.fc.weight.data[:, -d:] += torch.eye(d, device=target.device)
-    return drafter
+def scale_kv_gradient(drafter: Drafter, factor: float) -> None:
+    """Scale the gradient of the projections that make the drafter's own keys and values, before clipping."""
+    for layer in drafter.layers:
+        for name in layer.branches:
+            attention = layer.get_submodule(name)
+            for projection in (attention.k_proj, attention.v_proj):
+                projection.weight.register_hook(lambda gradient: gradient * factor)
 
 
 def make_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -145,7 +129,9 @@ class Trainer:
         self.config, self.folder, self.evaluate = config, Path(folder), evaluate
         self.accelerator = _accelerator(target.device)
         teacher = target.scorer(vocab.ids.to(target.device))
-        loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay)
+        loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay, offline=config.offline)
+        if config.kv_gradient != 1:
+            scale_kv_gradient(drafter, config.kv_gradient)
         self.loss = self.accelerator.prepare(loss)
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.done = Progress()
@@ -180,7 +166,7 @@ class Trainer:
     def _step(self, batches: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step on this process's batch; `batches`: one for each process. Loss and gradient norm."""
         config, state, rank = self.config, self.done, self.accelerator.process_index
-        batch = load_batch(self.store, batches[rank], self.drafter.config.hidden_layers)
+        batch = load_batch(self.store, batches[rank], self.drafter.config)
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + state.step) * len(batches) + rank)
         columns = choose_columns(batch.loss_mask, config.n_steps, config.columns_per_sequence, generator)
         batch, columns = batch.to(self.accelerator.device), columns.to(self.accelerator.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshot.drafters.drafter import Drafter
+from kvshot.drafters.injection import Given
 from kvshot.training.masks import supervised_columns
 
 
@@ -21,19 +22,20 @@ from kvshot.training.masks import supervised_columns
 class Batch:
     """B right-padded sequences of captured features.
 
-    ids int64 [B, T]; loss_mask bool [B, T]; hidden [B, n, T, d]; final [B, T, d] (after the target's final norm);
-    argmax int64 [B, T]: the target's own choice after each position; index int64 [B]: sequence numbers in the store.
+    ids int64 [B, T]; loss_mask bool [B, T]; given: states, keys and values of T positions; final [B, T, d] (after the
+    target's final norm); argmax int64 [B, T]: the target's own choice after each position; index int64 [B]: sequence
+    numbers in the store.
     """
 
     ids: Tensor
     loss_mask: Tensor
-    hidden: Tensor
+    given: Given
     final: Tensor
     argmax: Tensor
     index: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(getattr(self, f).to(device, non_blocking=True) for f in self.__dataclass_fields__))
+        return Batch(*(getattr(self, f).to(device) for f in self.__dataclass_fields__))
 
 
 @dataclass
@@ -76,17 +78,23 @@ def gather_columns(x: Tensor, at: Tensor) -> Tensor:
     return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(*at.shape, *x.shape[2:]))
 
 
-def unroll(drafter: Drafter, ids: Tensor, hidden: Tensor, columns: Tensor, n_steps: int) -> Iterator[Tensor]:
-    """States [B, N, d] of steps 0..K-1 for columns [B, N], teacher-forced on ids [B, T] and hidden [B, n, T, d]."""
-    fused = drafter.fuse(hidden)
-    positions = torch.arange(1, ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
-    memory = drafter.remember(ids[:, 1:], positions, None if fused is None else fused[:, :-1])
-    limit = drafter.limit(columns)
-    state = None if fused is None else gather_columns(fused, columns)
-    chain = None
+def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps: int, *, offline: bool = False
+           ) -> Iterator[Tensor]:
+    """States [B, N, d] of steps 0..K-1 for columns [B, N], teacher-forced on ids [B, T] and what the target gave for T.
+
+    offline: step k starts from the target's states, keys and values of position i + k, as if the tokens before had been
+    verified: the drafter never meets a state of its own making (Table 6, "Offline TTT").
+    """
+    # the last position's column has no token to feed: its entry is cut by every limit
+    memory = drafter.remember(given, torch.cat([ids[:, 1:], ids[:, -1:]], 1))
+    fused = drafter.fuse(given.hidden)
+    state = chain = None
     for k in range(n_steps):
+        at = columns + k if offline else columns
+        if k == 0 or offline:
+            state, chain = None if fused is None else gather_columns(fused, at), None
         position = columns + 1 + k
-        state, chain = drafter.step(gather_columns(ids, position), position, state, memory, limit, chain)
+        state, chain = drafter.step(gather_columns(ids, position), position, state, memory, drafter.limit(at), chain)
         yield state
 
 
@@ -118,20 +126,21 @@ class TTTLoss(nn.Module):
 
     teacher: final states [..., d] -> the target's scores over the draft vocabulary [..., V_d] (`Target.scorer`). The
     target's distribution is restricted to that vocabulary; positions whose target choice lies outside it are left out
-    of the loss (and count as misses in evaluation).
+    of the loss (and count as misses in evaluation). offline: see `unroll`.
     """
 
     def __init__(self, drafter: Drafter, teacher: Callable[[Tensor], Tensor], *, n_steps: int = 7,
-                 decay: float = 0.8) -> None:
+                 decay: float = 0.8, offline: bool = False) -> None:
         super().__init__()
         self.drafter, self.teacher, self.n_steps, self.decay = drafter, teacher, n_steps, decay
+        self.offline = offline
         in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=drafter.vocab_ids.device)
         in_vocab[drafter.vocab_ids] = True
         self.register_buffer("in_vocab", in_vocab, persistent=False)
 
     def forward(self, batch: Batch, columns: Columns) -> Tensor:
         loss = batch.final.new_zeros((), dtype=torch.float32)
-        steps = unroll(self.drafter, batch.ids, batch.hidden, columns.at, self.n_steps)
+        steps = unroll(self.drafter, batch.ids, batch.given, columns.at, self.n_steps, offline=self.offline)
         for k, state in enumerate(steps):
             position = columns.at + 1 + k
             keep = columns.valid[..., k] & self.in_vocab[gather_columns(batch.argmax, position)]

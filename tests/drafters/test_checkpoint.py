@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from kvshot.data import DraftVocab
 from kvshot.drafters import DrafterConfig, eagle3, load_drafter, save_drafter
+from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.targets import load_target
-from kvshot.training.trainer import new_drafter
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshot.drafters.attention import BACKENDS
+from kvshot.drafters.injection import Given
+from kvshot.drafters.layers import rotate
 from kvshot.training.ttt import unroll
-from tests.drafters.conftest import POINTS, make_drafter, sequence
+from tests.drafters.conftest import POINTS, changed, make_drafter, sequence
 
 K = 5
 
 
-def step_by_step(drafter, ids, hidden, column, n_steps=K):
+def step_by_step(drafter, ids, given, column, n_steps=K):
     """Draft as a decoder would: one sequence, one column, memory grown token by token, nothing from the future."""
     memory = None
-    fused = drafter.fuse(hidden[:, :, : column + 1])  # the target has states of x_0..x_column only
-    for j in range(column):
-        state = None if fused is None else fused[:, j : j + 1]
-        memory = drafter.remember(ids[:, j + 1 : j + 2], torch.full((1, 1), j + 1), state, memory)
-    if memory is None:  # column 0: nothing before it
-        memory = drafter.remember(ids[:, :0], torch.empty(1, 0, dtype=torch.int64),
-                                  None if fused is None else fused[:, :0])
+    for j in range(column + 1):  # the target has read x_0..x_column only
+        memory = drafter.remember(given.positions(j, j + 1), ids[:, j + 1 : j + 2], memory)
     limit = drafter.limit(torch.full((1, 1), column))
-    state, chain, out = None if fused is None else fused[:, column : column + 1], None, []
+    state, chain, out = drafter.fuse(given.positions(column, column + 1).hidden), None, []
     for k in range(n_steps):
         at = column + 1 + k
         state, chain = drafter.step(ids[:, at : at + 1], torch.full((1, 1), at), state, memory, limit, chain)
@@ -32,88 +29,116 @@ def step_by_step(drafter, ids, hidden, column, n_steps=K):
     return torch.stack(out)
 
 
+def one(given, b):
+    return Given(given.hidden[b : b + 1], given.keys[b : b + 1], given.values[b : b + 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_unroll_equals_step_by_step_drafting(drafter, dtype):
     drafter = drafter.to(dtype)
-    ids, hidden = sequence(drafter)
+    ids, given = sequence(drafter)
     columns = torch.arange(ids.shape[1] - K).expand(2, -1)  # every step of every column has a token
-    together = torch.stack([drafter.logits(s) for s in unroll(drafter, ids, hidden, columns, K)])
+    together = torch.stack([drafter.logits(s) for s in unroll(drafter, ids, given, columns, K)])
     for b in range(2):
         for i in columns[b].tolist():
-            alone = step_by_step(drafter, ids[b : b + 1], hidden[b : b + 1], i)
-            torch.testing.assert_close(together[:, b, i], alone, rtol=0, atol=1e-10 if dtype.itemsize == 8 else 1e-5)
+            alone = step_by_step(drafter, ids[b : b + 1], one(given, b), i)
+            exact = dict(rtol=0, atol=1e-10) if dtype.itemsize == 8 else dict(rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(together[:, b, i], alone, **exact)
+
+
+def test_offline_steps_are_first_steps_of_later_columns(drafter):
+    ids, given = sequence(drafter)
+    first = next(unroll(drafter, ids, given, torch.arange(12).expand(2, -1), 1))
+    columns = torch.arange(8).expand(2, -1)
+    for k, states in enumerate(unroll(drafter, ids, given, columns, K, offline=True)):
+        torch.testing.assert_close(states, first[:, k : k + 8])
 
 
 def test_a_subset_of_columns_gives_the_same_states(drafter):
-    ids, hidden = sequence(drafter)
-    every = list(unroll(drafter, ids, hidden, torch.arange(8).expand(2, -1), K))
+    ids, given = sequence(drafter)
+    every = list(unroll(drafter, ids, given, torch.arange(8).expand(2, -1), K))
     some = torch.tensor([[6, 0, 3], [1, 7, 2]])
-    for k, states in enumerate(unroll(drafter, ids, hidden, some, K)):
+    for k, states in enumerate(unroll(drafter, ids, given, some, K)):
         torch.testing.assert_close(states, every[k].gather(1, some[..., None].expand(-1, -1, states.shape[-1])))
 
 
 def test_nothing_looks_ahead_or_at_other_sequences(drafter):
     """Change every later token and state, and the other sequence: step k of column i must not move at all."""
-    ids, hidden = sequence(drafter)
+    ids, given = sequence(drafter)
     columns = torch.arange(8).expand(2, -1)
-    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
+    before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
     for i in (0, 3, 7):
+        other = changed(changed(given, slice(i + 1, None), 0), slice(None), 1)
         for k in range(K):
-            other_ids, other_hidden = ids.clone(), hidden.clone()
+            other_ids = ids.clone()
             other_ids[0, i + 2 + k :] = (other_ids[0, i + 2 + k :] + 1) % drafter.config.target_vocab_size
-            other_hidden[0, :, i + 1 :] += 1.0
-            other_ids[1], other_hidden[1] = (ids[1] + 3) % drafter.config.target_vocab_size, -hidden[1]
-            after = torch.stack(list(unroll(drafter, other_ids, other_hidden, columns, K)))
+            other_ids[1] = (ids[1] + 3) % drafter.config.target_vocab_size
+            after = torch.stack(list(unroll(drafter, other_ids, other, columns, K)))
             torch.testing.assert_close(after[: k + 1, 0, i], before[: k + 1, 0, i], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, 2 layers", "no target info"])
+@pytest.mark.parametrize("name", [n for n in POINTS if n != "no prefix attention"])
 def test_what_a_column_may_see_it_does_see(name):
     """The other side of causality: own token of each step, an earlier token, an earlier state all matter."""
     drafter = make_drafter(**POINTS[name])
-    ids, hidden = sequence(drafter)
+    ids, given = sequence(drafter)
     columns = torch.tensor([[6], [6]])
-    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
+    before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+    own = drafter.config.memory in ("own", "both")
     for position in (3, 7, 8, 11):
-        changed = ids.clone()
-        changed[:, position] = (changed[:, position] + 1) % drafter.config.target_vocab_size
-        moved = (torch.stack(list(unroll(drafter, changed, hidden, columns, K))) - before).abs().amax((1, 2, 3)) > 1e-9
-        assert moved.tolist() == [position <= 7 + k for k in range(K)]
-    if drafter.config.reads_hidden:
-        for position in (2, 6):
-            changed = hidden.clone()
-            changed[:, :, position] += 0.5
-            states = torch.stack(list(unroll(drafter, ids, changed, columns, K)))
-            assert ((states - before).abs().amax((1, 2, 3)) > 1e-9).all()
+        other = ids.clone()
+        other[:, position] = (other[:, position] + 1) % drafter.config.target_vocab_size
+        moved = (torch.stack(list(unroll(drafter, other, given, columns, K))) - before).abs().amax((1, 2, 3)) > 1e-9
+        # a token under x_7 is seen through entries of the drafter's own, where it keeps any
+        assert moved.tolist() == [position <= 7 + k and (own or position >= 7) for k in range(K)]
+    reads = drafter.config.reads_hidden or drafter.config.remembers_target
+    for position in (2, 6) if reads and (own or drafter.config.remembers_target) else ():
+        states = torch.stack(list(unroll(drafter, ids, changed(given, position), columns, K)))
+        assert ((states - before).abs().amax((1, 2, 3)) > 1e-9).all()
 
 
 def test_without_prefix_attention_earlier_columns_do_not_matter():
     drafter = make_drafter(**POINTS["no prefix attention"])
-    ids, hidden = sequence(drafter)
+    ids, given = sequence(drafter)
     columns = torch.tensor([[6], [6]])
-    before = torch.stack(list(unroll(drafter, ids, hidden, columns, K)))
-    ids[:, :7], hidden[:, :, :6] = 0, 0.0
-    torch.testing.assert_close(torch.stack(list(unroll(drafter, ids, hidden, columns, K))), before, rtol=0, atol=0)
+    before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+    ids[:, :7] = 0
+    after = torch.stack(list(unroll(drafter, ids, changed(given, slice(0, 6)), columns, K)))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_shifting_all_positions_changes_nothing(drafter):
-    """With its own memory only, RoPE is relative: EAGLE's i+k and our i+1+k are the same drafter."""
-    ids, hidden = sequence(drafter)
-    fused = drafter.fuse(hidden)
+@pytest.mark.parametrize("name", [n for n, p in POINTS.items() if p.get("injection") != "linear"])
+def test_shifting_all_positions_changes_nothing(name, monkeypatch):
+    """RoPE is relative: with its own memory only, EAGLE's i+k and our i+1+k are the same drafter.
+
+    The target's keys come rotated to their true positions, so they must move along. (A projection that mixes rotated
+    keys, "linear", is not relative: what the paper's RoPE fix is for.)
+    """
+    drafter = make_drafter(**POINTS[name])
+    ids, given = sequence(drafter)
     columns = torch.tensor([[2, 5], [0, 7]])
+    before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+    plain = drafter.rope
+    turned = plain(torch.full((2, ids.shape[1]), 1000))
+    if drafter.config.kv_needed:
+        given.keys = torch.stack([rotate(layer, turned) for layer in given.keys.unbind(1)], 1)
+    monkeypatch.setattr(drafter, "rope", lambda positions: plain(positions + 1000))
+    after = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
 
-    def run(shift: int):
-        positions = torch.arange(1, ids.shape[1]).expand(2, -1) + shift
-        memory = drafter.remember(ids[:, 1:], positions, None if fused is None else fused[:, :-1])
-        state = None if fused is None else fused.gather(1, columns[..., None].expand(-1, -1, fused.shape[-1]))
-        chain, out = None, []
-        for k in range(K):
-            at = columns + 1 + k
-            state, chain = drafter.step(ids.gather(1, at), at + shift, state, memory, drafter.limit(columns), chain)
-            out.append(state)
-        return torch.stack(out)
 
-    torch.testing.assert_close(run(1000), run(0), rtol=0, atol=1e-9)
+def test_a_shift_of_the_drafts_alone_is_felt_once_the_targets_keys_are_in(monkeypatch):
+    """The mistake that the test above would miss in hidden-only drafters: draft positions one off the target's."""
+    for name in ("kv concat", "kv linear+rope, 3 layers", "cross only", "hybrid"):
+        drafter = make_drafter(**POINTS[name])
+        ids, given = sequence(drafter)
+        columns = torch.tensor([[2, 5], [0, 7]])
+        before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+        step = drafter.step
+        with monkeypatch.context() as m:
+            m.setattr(drafter, "step", lambda tokens, positions, *rest, step=step: step(tokens, positions - 1, *rest))
+            after = torch.stack(list(unroll(drafter, ids, given, columns, K)))
+        assert (after - before).abs().max() > 1e-4, name
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -133,7 +158,7 @@ def test_an_embedding_only_drafter_is_a_llama(depth):
     columns = torch.arange(8).expand(2, -1)
     with torch.no_grad():
         expected = drafter.lm_head(llama.model(ids[:, 1:]).last_hidden_state)  # entry j: x_1..x_{j+1}
-        for k, s in enumerate(unroll(drafter, ids, None, columns, K)):
+        for k, s in enumerate(unroll(drafter, ids, Given(), columns, K)):
             torch.testing.assert_close(drafter.logits(s), expected[:, k : k + 8], rtol=0, atol=1e-6)
 
 
@@ -165,7 +190,8 @@ def test_an_empty_memory_is_no_nan():
 def test_a_state_enters_twice_normalised_and_as_it_is():
     """EAGLE-3's layer by hand: [norm(e); norm(g)] into attention, the un-normed g as residual."""
     drafter = make_drafter(hidden_layers=(1, 2, 4))
-    ids, hidden = sequence(drafter, batch=1)
+    ids, given = sequence(drafter, batch=1)
+    hidden = given.hidden
     layer, w = drafter.layers[0], drafter.state_dict()
     g = torch.cat([hidden[0, n, 0] for n in range(3)]) @ w["fc.weight"].T
     e = drafter.embedding[ids[0, 1]]
@@ -180,7 +206,7 @@ def test_a_state_enters_twice_normalised_and_as_it_is():
     n = norm(h, w["layers.0.post_attention_layernorm.weight"])
     m = torch.nn.functional.silu(n @ w["layers.0.mlp.gate_proj.weight"].T) * (n @ w["layers.0.mlp.up_proj.weight"].T)
     out = h + m @ w["layers.0.mlp.down_proj.weight"].T
-    state = next(iter(unroll(drafter, ids, hidden, torch.zeros(1, 1, dtype=torch.int64), 1)))[0, 0]
+    state = next(iter(unroll(drafter, ids, given, torch.zeros(1, 1, dtype=torch.int64), 1)))[0, 0]
     torch.testing.assert_close(state, out)
     torch.testing.assert_close(drafter.logits(state), norm(out, w["norm.weight"]) @ w["lm_head.weight"].T)
     assert layer.takes_state

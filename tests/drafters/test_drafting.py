@@ -7,10 +7,10 @@ import torch
 
 from kvshot.data import DraftVocab, encode_all, prompt_ids
 from kvshot.data.toy import toy_conversations
-from kvshot.drafters import draft_and_verify, draft_chain, eagle3
+from kvshot.drafters import Given, draft_and_verify, draft_chain, eagle3
+from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.targets import capture, load_target
-from kvshot.training.trainer import new_drafter
 from kvshot.training.ttt import unroll
 
 
@@ -63,7 +63,7 @@ def test_a_chain_equals_the_unrolled_drafter_on_the_same_tokens(pair):
     every = torch.tensor([ids + tokens])
     hidden = capture(target, every, hidden_layers=drafter.config.hidden_layers, kv_layers=()).hidden
     with torch.no_grad():
-        for k, state in enumerate(unroll(drafter, every, hidden, torch.tensor([[len(ids) - 2]]), 4)):
+        for k, state in enumerate(unroll(drafter, every, Given(hidden), torch.tensor([[len(ids) - 2]]), 4)):
             q = drafter.logits(state)[0, 0].softmax(-1)
             assert drafter.vocab_ids[q.argmax()] == tokens[k]
             assert q.max().item() == pytest.approx(p[k], abs=1e-5)

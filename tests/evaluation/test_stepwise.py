@@ -8,10 +8,10 @@ import torch
 
 from kvshot.data import DraftVocab, encode_all
 from kvshot.data.toy import toy_conversations
-from kvshot.drafters import eagle3
+from kvshot.drafters import Given, eagle3
+from kvshot.drafters.init import new_drafter
 from kvshot.evaluation import NgramModel, StepwiseHits, ngram_hits, paired_difference, stepwise_hits
 from kvshot.targets import FeatureStore, load_target
-from kvshot.training.trainer import new_drafter
 from kvshot.training.ttt import unroll
 
 K = 3
@@ -40,7 +40,7 @@ def by_hand(drafter, store) -> StepwiseHits:
                     continue
                 hits, oov = [False] * K, [False] * K
                 n = sum(valid)
-                states = unroll(drafter, entry["ids"][None], entry["hidden"][None], torch.tensor([[i]]), n)
+                states = unroll(drafter, entry["ids"][None], Given(entry["hidden"][None]), torch.tensor([[i]]), n)
                 for k, state in enumerate(states):
                     label = int(entry["argmax"][i + 1 + k])
                     hits[k] = int(drafter.vocab_ids[drafter.logits(state)[0, 0].argmax()]) == label

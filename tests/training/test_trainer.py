@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from kvshot.drafters.checkpoint import load_drafter
+from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
-from kvshot.training.batches import plan_epoch, training_batches
-from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, new_drafter
+from kvshot.training.batches import load_batch, plan_epoch, training_batches
+from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, scale_kv_gradient
+from kvshot.training.ttt import TTTLoss, choose_columns
 
 CONFIG = TrainConfig(steps=8, batch_tokens=512, columns_per_sequence=8, n_steps=3, eval_every=4, lr=3e-3,
                      precision="no")
@@ -102,14 +104,18 @@ def test_learning_rate_schedule():
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
 
 
-def test_the_drafter_starts_as_asked(small):
-    ours = new_drafter(small.target, small.config, small.vocab, seed=0, init="target")
-    assert torch.equal(ours.lm_head.weight, small.target.head_weight[small.vocab.ids].float())
-    assert torch.equal(ours.norm.weight, small.target.decoder.norm.weight.float())
-    random = new_drafter(small.target, small.config, small.vocab, seed=0, init="random")
-    assert random.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    d = small.config.hidden_size
-    torch.testing.assert_close(ours.fc.weight - random.fc.weight, torch.cat([torch.zeros(d, 2 * d), torch.eye(d)], 1))
+def test_the_kv_gradient_is_scaled_and_nothing_else(small):
+    batch = load_batch(small.store, [0, 3], small.config)
+    found = []
+    for factor in (1.0, 50.0):
+        drafter = new_drafter(small.target, small.config, small.vocab, seed=0)
+        scale_kv_gradient(drafter, factor)
+        loss = TTTLoss(drafter, small.target.scorer(small.vocab.ids), n_steps=3)
+        loss(batch, choose_columns(batch.loss_mask, 3, None)).backward()
+        found.append({name: p.grad for name, p in drafter.named_parameters()})
+    for name, plain in found[0].items():
+        factor = 50 if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
+        torch.testing.assert_close(found[1][name], plain * factor)
 
 
 def test_batches_cover_each_epoch_once_within_the_budget():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvshot.drafters.init import new_drafter
+from kvshot.drafters.injection import Given
 from kvshot.training.batches import load_batch
-from kvshot.training.trainer import new_drafter
 from kvshot.training.ttt import TTTLoss, choose_columns, gather_columns, soft_cross_entropy, unroll
 
 K = 4
@@ -25,6 +26,10 @@ def test_soft_cross_entropy_and_its_gradient():
     assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, teacher), logits)
 
 
+def one(given, b):
+    return Given(given.hidden[b : b + 1])
+
+
 def loop_loss(small, drafter, batch, n_steps, decay):
     """The objective written down: for each step the mean over supervised (column, step) pairs in the vocabulary."""
     head = small.target.head_weight[small.vocab.ids]
@@ -40,7 +45,7 @@ def loop_loss(small, drafter, batch, n_steps, decay):
                 if label not in small.vocab.ids:
                     continue
                 column = torch.tensor([[i]])
-                states = list(unroll(drafter, batch.ids[b : b + 1], batch.hidden[b : b + 1], column, k + 1))
+                states = list(unroll(drafter, batch.ids[b : b + 1], one(batch.given, b), column, k + 1))
                 log_q = drafter.logits(states[k])[0, 0].log_softmax(-1)
                 p = (batch.final[b, i + 1 + k] @ head.T).softmax(-1)
                 terms.append(-(p * log_q).sum())
@@ -51,8 +56,8 @@ def loop_loss(small, drafter, batch, n_steps, decay):
 @pytest.fixture(scope="module")
 def setting(small):
     drafter = new_drafter(small.target, small.config, small.vocab, seed=0)
-    batch = load_batch(small.store, [0, 5, 9], small.config.hidden_layers)
-    batch.hidden, batch.final = batch.hidden.float(), batch.final.float()
+    batch = load_batch(small.store, [0, 5, 9], small.config)
+    batch.given.hidden, batch.final = batch.given.hidden.float(), batch.final.float()
     return drafter, batch, TTTLoss(drafter, small.target.scorer(small.vocab.ids), n_steps=K)
 
 
