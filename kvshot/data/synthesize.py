@@ -88,17 +88,16 @@ def _common(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
 
 @dataclass
 class _Work:
-    """What the workers share: the next block number to try, whether to stop, and the way to report."""
+    """What the workers share: the next block number to try, and the way to report."""
 
     counter: object
-    stop: object
     results: object
     total: int | None
     max_rows: int
 
     def numbers(self, folder: Path) -> Iterator[int]:
         """Numbers of blocks that nobody has written or begun."""
-        while not self.stop.is_set():
+        while True:
             with self.counter.get_lock():
                 number = self.counter.value
                 self.counter.value += 1
@@ -146,7 +145,7 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
     if any([done(n) for n in have]) or (total is not None and len(have) >= total):
         return
     ctx = mp.get_context("spawn")
-    work = _Work(ctx.Value("q", first), ctx.Event(), ctx.Queue(), total, max_rows)
+    work = _Work(ctx.Value("q", first), ctx.Queue(), total, max_rows)
     set_for_children()
     processes = [ctx.Process(target=_worker, args=(recipe, folder, prompts, work), daemon=True) for _ in range(workers)]
     for p in processes:
@@ -165,7 +164,7 @@ def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int
             elif isinstance(got, str):
                 raise KvshotError(got)
             elif done(got):
-                work.stop.set()  # blocks that were begun are finished
+                return  # blocks that were begun and are not needed are given up
     finally:
         for p in processes:
             p.terminate()
@@ -177,10 +176,10 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
                ) -> tuple[list[Conversation], Report]:
     """Conversations of one user turn and one answer: the first whole blocks that hold `answer_tokens` kept tokens.
 
-    folder: parts and the recipe; a folder begun with another recipe is refused. max_rows: live rows of a worker, which
-    finishes what it began, so a small data set wants few. first: number of the first block; seen: conversations kept
-    before it, which new ones must not repeat. Returns the kept conversations in block order and the report of what was
-    dropped. Raises KvshotError on a bad recipe, target or full disk.
+    folder: parts and the recipe; a folder begun with another recipe is refused. max_rows: live rows of a worker; what
+    it began and is not needed is lost, so a small data set wants few. first: number of the first block; seen:
+    conversations kept before it, which new ones must not repeat. Returns the kept conversations in block order and the
+    report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
     folder = _folder(Path(folder), recipe.model_dump_json(indent=1))
     tokenizer = tokenizer or load_tokenizer(recipe.target)

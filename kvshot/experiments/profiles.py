@@ -39,7 +39,7 @@ PROFILES = {
                           precision="no")),
     "laptop": Profile(
         name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
-        draft_vocab_size=4096, max_length=512, train_conversations=6000,
+        draft_vocab_size=4096, max_length=512, train_conversations=8000,
         train=TrainConfig(steps=1500, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=150)),
 }
 
