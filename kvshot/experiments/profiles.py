@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvshot.errors import KvshotError
 from kvshot.training.trainer import TrainConfig
@@ -17,7 +17,7 @@ class Profile(BaseModel):
 
     data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
-    training split (None: all).
+    training split (None: all). families: what of the recipe differs for a family of drafters (see `Experiment`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -30,6 +30,7 @@ class Profile(BaseModel):
     max_length: int = Field(ge=8)
     train_conversations: int | None = Field(None, ge=1)
     train: TrainConfig
+    families: dict[str, dict[str, JsonValue]] = {}
 
 
 PROFILES = {
@@ -40,7 +41,7 @@ PROFILES = {
     "laptop": Profile(
         name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
         draft_vocab_size=4096, max_length=512, train_conversations=8000,
-        train=TrainConfig(steps=1500, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=150)),
+        train=TrainConfig(steps=2400, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=200)),
 }
 
 
