@@ -1,8 +1,9 @@
-"""The command line: `kvshot data|capture|train|evaluate|show`. What a user can mend is one line and exit code 2."""
+"""The command line of kvshot. What a user can mend is one line and exit code 2."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
@@ -27,6 +28,10 @@ ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke or la
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
 DataOption = Annotated[Optional[Path], typer.Option(help="another corpus folder than the profile's")]  # noqa: UP045
 DeviceOption = Annotated[Optional[str], typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]  # noqa: UP045
+
+
+OnlyOption = Annotated[Optional[list[str]], typer.Option(  # noqa: UP045
+    help="an experiment or a table (table2, fig1b, beyond); may be repeated")]
 
 
 class OnBad(StrEnum):
@@ -156,9 +161,15 @@ def answer(
 
 
 @app.command()
-def capture(profile: ProfileOption = "laptop", data: DataOption = None, device: DeviceOption = None) -> None:
-    """Run the target once over the profile's data and keep its states (in the cache, by content)."""
-    bench = _bench(profile, device, data)
+def capture(profile: ProfileOption = "laptop", only: OnlyOption = None, data: DataOption = None,
+            device: DeviceOption = None) -> None:
+    """Run the target once over the profile's data and keep its states (in the cache, by content).
+
+    What EAGLE-3 reads, or what the experiments named by --only read.
+    """
+    from kvshot.experiments.registry import select
+
+    bench = _bench(profile, device, data, [e.name for e in select(only)] if only else ["eagle3"])
     for name in bench.conversations:
         store = bench.store(name)
         console.print(f"{store.folder}: {len(store)} sequences, {store.n_tokens} tokens")
@@ -166,7 +177,7 @@ def capture(profile: ProfileOption = "laptop", data: DataOption = None, device: 
 
 @app.command()
 def train(
-    experiment: Annotated[str, typer.Argument(help="eagle3")],
+    experiment: Annotated[str, typer.Argument(help="a name that `kvshot experiments` lists")],
     profile: ProfileOption = "laptop",
     out: Annotated[Optional[Path], typer.Option(help="folder of the run; the same folder resumes it")] = None,  # noqa: UP045
     steps: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
@@ -176,15 +187,15 @@ def train(
     device: DeviceOption = None,
 ) -> None:
     """Train an experiment's drafter, evaluate the best checkpoint, write the record."""
-    from kvshot.drafters.config import checked
-    from kvshot.experiments.run import run
-    from kvshot.training.trainer import TrainConfig
+    from kvshot.experiments.registry import experiment as find
+    from kvshot.experiments.run import recipe, run
 
-    bench = _bench(profile, device, data)
+    start = find(experiment).start
+    bench = _bench(profile, device, data, [experiment])
     given = {k: v for k, v in {"steps": steps, "lr": lr, "seed": seed}.items() if v is not None}
-    config = checked(TrainConfig, {**bench.profile.train.model_dump(), **given})
     out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
-    record = run(bench, experiment, out, config, out / "record.json")
+    record = run(bench, experiment, out, recipe(bench, experiment, **given), out / "record.json",
+                 start=start and out.parent / f"{start}-seed{seed}" / "best")
     show_record(record)
     console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
 
@@ -213,6 +224,51 @@ def show(records: Annotated[list[Path], typer.Argument(help="record files, or fo
     for path in records:
         for record in load_records(path) if path.is_dir() else [RunRecord.load(path)]:
             show_record(record)
+
+
+@app.command()
+def experiments(
+    profile: ProfileOption = "laptop",
+    only: OnlyOption = None,
+    results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    device: DeviceOption = "cpu",
+) -> None:
+    """List the experiments: what they test, what they cost, which records exist."""
+    from kvshot.experiments.campaign import cost, records_of
+    from kvshot.experiments.registry import select
+
+    bench = _bench(profile, device, None)
+    table = Table(title=f"profile {profile}: {bench.profile.target}, {bench.profile.train.steps} steps a run")
+    for name, justify in {"experiment": "left", "tables": "left", "tests": "left", "parameters": "right",
+                          "MFLOP a draft step": "right", "minutes": "right", "seeds done": "left"}.items():
+        table.add_column(name, justify=justify)
+    for e in select(only or ()):
+        spent = cost(e.config(bench.target, bench.profile.draft_vocab_size))
+        done = records_of(e.name, results / profile)
+        minutes = [f"{r.training.wall_seconds / 60:.0f}" for r in done.values() if r.training]
+        table.add_row(e.name + (" *" if e.decisive else ""), " ".join(e.tables), e.about,
+                      f"{spent.parameters / 1e6:.1f} M", f"{spent.flops / 1e6:.1f}", " ".join(minutes) or "-",
+                      " ".join(map(str, sorted(done))) or "-")
+    console.print(table)
+    console.print("* decides a claim: run with several seeds. minutes: of training, a number a seed")
+
+
+@app.command()
+def reproduce(
+    profile: ProfileOption = "laptop",
+    only: OnlyOption = None,
+    seeds: Annotated[int, typer.Option(min=1, help="of the experiments that decide a claim")] = 3,
+    results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    runs: Annotated[Optional[Path], typer.Option(help="folder of checkpoints; default: in the cache")] = None,  # noqa: UP045
+    device: DeviceOption = None,
+) -> None:
+    """Run every experiment whose record is missing. A kill at any moment loses little: the same command goes on."""
+    from kvshot.experiments.campaign import reproduce as run_all
+
+    failed = run_all(profile, results=results, runs=runs, only=only or (), seeds=seeds,
+                     options=("--device", device) if device else ())
+    if failed:
+        raise KvshotError(f"{len(failed)} of the runs failed: {'; '.join(failed)}")
 
 
 @app.command()
@@ -264,8 +320,8 @@ def _interval(estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _bench(name: str, device: str | None, data: Path | None):
+def _bench(name: str, device: str | None, data: Path | None, experiments: Sequence[str] = ("eagle3",)):
     from kvshot.experiments.bench import Bench
     from kvshot.experiments.profiles import profile
 
-    return Bench(profile(name, data), device=device)
+    return Bench(profile(name, data), experiments=experiments, device=device)

@@ -193,12 +193,27 @@ def rounds_table(tokenizer, rounds: Sequence[Round]) -> pd.DataFrame:
 
 def answer_decoding_table(path: str | Path) -> pd.DataFrame:
     """What `benchmarks/answer_decoding.py` measured, one row a temperature."""
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError) as err:
-        raise KvshotError(f"{path} is no benchmark result ({err}): run benchmarks/answer_decoding.py again") from err
+    rows = _benchmark_rows(path, "temperature", "dropped as looping", "ngram", "repeats itself")
     rates = [[r["dropped as looping"], r["ngram"]["5"], r["repeats itself"]] for r in rows]
     cells = [[f"{r['answers']:,} ({r['answer_tokens']:,} tokens)", *(f"{x:.3f}" for x in rate)]
              for r, rate in zip(rows, rates, strict=True)]
     columns = ["answers kept", "dropped as looping", "5-gram predicts", "repeats itself"]
     return pd.DataFrame(cells, [f"{r['temperature']:g}" for r in rows], columns).rename_axis(columns="temperature")
+
+
+def recipe_table(path: str | Path) -> pd.DataFrame:
+    """What `benchmarks/recipe.py` measured, one row a short run."""
+    rows = _benchmark_rows(path, "name", "tokens", "mat", "loss")
+    cells = [[f"{r['tokens'] / 1e6:.2f} M", f"{r['loss']:.2f}", f"{r['mat']:.3f}"] for r in rows]
+    return pd.DataFrame(cells, [r["name"] for r in rows], ["tokens seen", "loss", "validation MAT"]).rename_axis(
+        columns="start, optimizer, learning rate")
+
+
+def _benchmark_rows(path: str | Path, *wanted: str) -> list[dict]:
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        if not all({*wanted} <= {*row} for row in rows):
+            raise KeyError(f"one of {', '.join(wanted)}")
+    except (OSError, ValueError, KeyError) as err:
+        raise KvshotError(f"{path} is no benchmark result ({err}): run the benchmark that writes it again") from err
+    return rows

@@ -18,6 +18,7 @@ from kvshot.viz import (
     decay_table,
     learning_curve,
     rates_table,
+    recipe_table,
     round_table,
     rounds_table,
     set_style,
@@ -110,6 +111,15 @@ def test_rounds_say_what_became_of_each_proposal():
     one = Round(drafted=[5, 6, 7], probability=[0.9, 0.5, 0.1], chosen=[5, 8, 9, 4], accepted=1)
     assert round_table(tokenizer, one)[""].tolist() == ["accepted", "rejected", "not reached"]
     assert rounds_table(tokenizer, [one]).loc[0].tolist() == [1, "'5'", "'8'"]
+
+
+def test_the_table_of_recipes(tmp_path):
+    row = {"name": "a, b", "tokens": 410_000, "mat": 1.3849, "loss": 24.848, "lr": 1e-3}
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [row]}))
+    assert recipe_table(tmp_path / "x.json").loc["a, b"].tolist() == ["0.41 M", "24.85", "1.385"]
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [{"name": "a"}]}))
+    with pytest.raises(KvshotError, match="no benchmark result"):
+        recipe_table(tmp_path / "x.json")
 
 
 def test_the_table_of_answer_decoding(tmp_path):

@@ -125,6 +125,3 @@ def eagle3(target: Target, *, draft_vocab_size: int) -> DrafterConfig:
     """EAGLE-3: three fused hidden states, own memory, one layer."""
     return DrafterConfig.for_target(target, draft_vocab_size=draft_vocab_size,
                                     hidden_layers=target.default_hidden_layers)
-
-
-FAMILIES = {"eagle3": eagle3}

@@ -1,11 +1,13 @@
-"""Named experiments, profiles and the records they leave."""
+"""Named experiments, profiles, the campaign, and the records they leave."""
 
 from kvshot.experiments.bench import Bench
+from kvshot.experiments.campaign import cost, reproduce
 from kvshot.experiments.profiles import PROFILES, Profile, profile
 from kvshot.experiments.record import RunRecord, load_records
-from kvshot.experiments.run import evaluate, published, published_drafter, run, train
+from kvshot.experiments.registry import EXPERIMENTS, Experiment, experiment
+from kvshot.experiments.run import evaluate, published, published_drafter, recipe, run, train
 
 __all__ = [
-    "PROFILES", "Bench", "Profile", "RunRecord", "evaluate", "load_records", "profile", "published",
-    "published_drafter", "run", "train",
+    "EXPERIMENTS", "PROFILES", "Bench", "Experiment", "Profile", "RunRecord", "cost", "evaluate", "experiment",
+    "load_records", "profile", "published", "published_drafter", "recipe", "reproduce", "run", "train",
 ]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
 from kvshot.data.corpus import Corpus
 from kvshot.data.toy import toy_conversations
+from kvshot.drafters.config import DrafterConfig
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.evaluation.ngram import NgramModel, ngram_hits
 from kvshot.experiments.profiles import Profile
 from kvshot.experiments.record import DataInfo, TargetInfo
+from kvshot.experiments.registry import experiment
 from kvshot.fileio import cache_dir
 from kvshot.targets import FeatureStore, Target, load_target
 
@@ -21,10 +24,16 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 class Bench:
-    """Loads what is needed when it is needed. Features are kept in `cache_dir()/features`, by content."""
+    """Loads what is needed when it is needed. Features are kept in `cache_dir()/features`, by content.
 
-    def __init__(self, profile: Profile, *, device: str | None = None, quiet: bool = False) -> None:
+    experiments: whose layers are captured; a finished store that has more than these layers is used as it is.
+    """
+
+    def __init__(self, profile: Profile, *, experiments: Sequence[str] = ("eagle3",), device: str | None = None,
+                 quiet: bool = False) -> None:
         self.profile, self.device, self.quiet = profile, device, quiet
+        self.experiments = [experiment(name) for name in experiments]
+        self.also: list[DrafterConfig] = []  # drafters beside those of the experiments, for their layers
 
     @cached_property
     def target(self) -> Target:
@@ -59,13 +68,26 @@ class Bench:
     def vocab(self) -> DraftVocab:
         return DraftVocab.from_examples(self.examples[TRAIN], self.target.vocab_size, self.profile.draft_vocab_size)
 
+    @property
+    def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(hidden layers, KV layers) that the drafters read, and EAGLE-3's hidden layers in any case."""
+        configs = [*(e.config(self.target, 1) for e in self.experiments), *self.also]
+        hidden = {*self.target.default_hidden_layers, *(i for c in configs for i in c.hidden_needed)}
+        return tuple(sorted(hidden)), tuple(sorted({i for c in configs for i in c.kv_needed}))
+
     def store(self, name: str) -> FeatureStore:
         """Captured features of a split, from the cache or captured now."""
-        examples = self.examples[name]
+        examples, (hidden, kv) = self.examples[name], self.layers
         content = f"{self.target.weights_sha256}{self.target.dtype}{examples_sha256(examples)}"
-        short = hashlib.sha256(content.encode()).hexdigest()[:12]
-        folder = cache_dir() / "features" / f"{self.target.name.replace('/', '--')}-{name}-{short}"
-        return FeatureStore.build(folder, self.target, examples, kv_layers=(), quiet=self.quiet)
+        stem = f"{self.target.name.replace('/', '--')}-{name}-{_short(content)}"
+        for path in sorted((cache_dir() / "features").glob(f"{stem}-*/index.json")):
+            meta = FeatureStore(path.parent).meta
+            have_hidden, have_kv = tuple(meta["hidden_layers"]), tuple(meta["kv_layers"])
+            if {*hidden} <= {*have_hidden} and {*kv} <= {*have_kv}:
+                return FeatureStore.open(path.parent, target=self.target, examples=examples, hidden_layers=have_hidden,
+                                         kv_layers=have_kv)
+        folder = cache_dir() / "features" / f"{stem}-{_short(f'{hidden}{kv}')[:6]}"
+        return FeatureStore.build(folder, self.target, examples, hidden_layers=hidden, kv_layers=kv, quiet=self.quiet)
 
     @cached_property
     def ngram(self) -> NgramModel:
@@ -92,3 +114,7 @@ class Bench:
             sha256=examples_sha256(everything), n_train_conversations=len(self.examples[TRAIN]),
             n_train_tokens=tokens(self.examples[TRAIN]), n_held_out_conversations=len(held_out),
             n_held_out_tokens=tokens(held_out))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -9,9 +9,9 @@ import torch
 from accelerate import PartialState
 
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
-from kvshot.drafters.config import FAMILIES, checked
+from kvshot.drafters.config import checked
 from kvshot.drafters.drafter import Drafter
-from kvshot.drafters.init import new_drafter
+from kvshot.drafters.init import new_drafter, warm_start
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
@@ -25,27 +25,44 @@ from kvshot.experiments.record import (
     describe_code,
     describe_machine,
 )
+from kvshot.experiments.registry import experiment
 from kvshot.fileio import cache_dir
 from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
 from kvshot.training.trainer import Progress, TrainConfig, Trainer
 
 
-def train(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainConfig) -> Progress:
-    """Train (or resume) an experiment's drafter in `folder`. Raises KvshotError for an unknown experiment."""
-    if experiment not in FAMILIES:
-        raise KvshotError(f"unknown experiment {experiment!r}: choose {', '.join(FAMILIES)}")
-    drafter_config = FAMILIES[experiment](bench.target, draft_vocab_size=len(bench.vocab))
+def recipe(bench: Bench, name: str, **given) -> TrainConfig:
+    """The profile's recipe with what the experiment's family and the experiment itself change; `given` wins."""
+    e, base = experiment(name), bench.profile
+    return checked(TrainConfig, {**base.train.model_dump(), **base.families.get(e.family, {}), **e.train, **given})
+
+
+def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, *,
+          start: str | os.PathLike | None = None) -> Progress:
+    """Train (or resume) an experiment's drafter in `folder`.
+
+    start: checkpoint of the experiment that it starts from. Raises KvshotError for an unknown experiment, or a start
+    that is not there.
+    """
+    e = experiment(name)
+    drafter_config = e.config(bench.target, len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
+    if e.start is not None:
+        if start is None or not Path(start).is_dir():
+            raise KvshotError(f"{name} starts from a checkpoint of {e.start}, and {start or 'none was given'} is none: "
+                              f"train {e.start} first, or use `kvshot reproduce --only {name}`")
+        warm_start(drafter, load_drafter(start, bench.target)[0])
+    steps = bench.profile.train.n_steps  # also for a drafter that is trained on fewer
     for split in (TRAIN, VALIDATION):
-        if not any(supervised_columns(torch.from_numpy(e.loss_mask), config.n_steps)[..., -1].any()
-                   for e in bench.examples[split]):
-            raise KvshotError(f"no {split} answer is long enough for {config.n_steps} draft steps: give longer answers "
+        if not any(supervised_columns(torch.from_numpy(x.loss_mask), steps)[..., -1].any()
+                   for x in bench.examples[split]):
+            raise KvshotError(f"no {split} answer is long enough for {steps} draft steps: give longer answers "
                               "or train fewer steps")
     validation = bench.store(VALIDATION)
 
     def evaluate(model: Drafter) -> dict:
-        summary = summarise(stepwise_hits(model, validation, config.n_steps, quiet=True), n_boot=2)
+        summary = summarise(stepwise_hits(model, validation, steps, quiet=True), n_boot=2)
         return {"mat": summary.mat.value, "alpha": summary.alpha}
 
     trainer = Trainer(bench.target, drafter, bench.vocab, bench.store(TRAIN), config, folder, evaluate)
@@ -57,6 +74,7 @@ def evaluate(
 ) -> tuple[Drafter, dict[str, DomainEvaluation]]:
     """Step-wise acceptance of a checkpoint on every held-out domain, in float32, with the n-gram row."""
     drafter, _ = load_drafter(checkpoint, bench.target)
+    bench.also.append(drafter.config)
     out = {}
     for domain in bench.domains:
         hits = stepwise_hits(drafter, bench.store(domain), n_steps, quiet=bench.quiet)
@@ -64,12 +82,12 @@ def evaluate(
     return drafter, out
 
 
-def run(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainConfig,
-        record: str | os.PathLike) -> RunRecord:
+def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, record: str | os.PathLike, *,
+        start: str | os.PathLike | None = None) -> RunRecord:
     """Train, evaluate the best checkpoint, write the record to `record`."""
     folder = Path(folder)
-    done = train(bench, experiment, folder, config)
-    drafter, measured = evaluate(bench, folder / "best", config.n_steps)
+    done = train(bench, name, folder, config, start=start)
+    drafter, measured = evaluate(bench, folder / "best", bench.profile.train.n_steps)
     curve = [CurvePoint(**point) for point in done.curve]
     training = TrainingInfo(
         steps=done.step, tokens_seen=done.tokens, lr=config.lr, seed=config.seed, wall_seconds=done.seconds,
@@ -77,7 +95,7 @@ def run(bench: Bench, experiment: str, folder: str | os.PathLike, config: TrainC
         options={**config.model_dump(mode="json"), "best_step": done.best_step,
                  "validation_conversations": len(bench.examples[VALIDATION])})
     result = RunRecord(
-        experiment=experiment, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
+        experiment=name, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
         target=bench.target_info(), data=bench.data_info(), training=training, evaluation=measured,
         code=describe_code(), machine=describe_machine(bench.target.device))
     if PartialState().is_main_process:
@@ -100,31 +118,33 @@ def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint
     return path
 
 
-def published(experiment: str, profile_name: str, results: str | os.PathLike, *, seed: int = 0, live: bool = False,
+def published(name: str, profile_name: str, results: str | os.PathLike, *, seed: int = 0, live: bool = False,
               quiet: bool = True) -> RunRecord:
     """The committed record of an experiment, or, with `live`, one made now (in the cache; it resumes).
 
     Raises KvshotError when the record is not there and `live` is False.
     """
-    name = f"{experiment}-seed{seed}"
-    path = Path(results) / profile_name / f"{name}.json"
+    path = Path(results) / profile_name / f"{name}-seed{seed}.json"
     if not live:
         if not path.exists():
             raise KvshotError(f"no record {path}: set live=True to compute it, or choose a profile that has records")
         return RunRecord.load(path)
-    bench = Bench(profile(profile_name), quiet=quiet)
-    folder = cache_dir() / "runs" / profile_name / name
-    config = checked(TrainConfig, {**bench.profile.train.model_dump(), "seed": seed})
-    return run(bench, experiment, folder, config, folder / "record.json")
+    bench, runs = Bench(profile(profile_name), experiments=[name], quiet=quiet), cache_dir() / "runs" / profile_name
+    before = experiment(name).start
+    if before is not None:
+        published(before, profile_name, results, seed=seed, live=True, quiet=quiet)
+    folder = runs / f"{name}-seed{seed}"
+    return run(bench, name, folder, recipe(bench, name, seed=seed), folder / "record.json",
+               start=before and runs / f"{before}-seed{seed}" / "best")
 
 
-def published_drafter(experiment: str, target: Target, results: str | os.PathLike, profile_name: str, *,
+def published_drafter(name: str, target: Target, results: str | os.PathLike, profile_name: str, *,
                       seed: int = 0) -> Drafter:
     """The drafter of a run: the committed checkpoint, else the one that a live run left in the cache."""
-    name = f"{experiment}-seed{seed}"
-    places = [Path(results) / profile_name / name, cache_dir() / "runs" / profile_name / name / "best"]
+    run = f"{name}-seed{seed}"
+    places = [Path(results) / profile_name / run, cache_dir() / "runs" / profile_name / run / "best"]
     found = next((p for p in places if (p / "config.json").exists()), None)
     if found is None:
-        raise KvshotError(f"no checkpoint of {name} for profile {profile_name}: train it with "
-                          f"published({experiment!r}, {profile_name!r}, results, live=True)")
+        raise KvshotError(f"no checkpoint of {run} for profile {profile_name}: train it with "
+                          f"published({name!r}, {profile_name!r}, results, live=True)")
     return load_drafter(found, target)[0]

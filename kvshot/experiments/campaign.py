@@ -1,0 +1,107 @@
+"""The campaign: every missing record of a profile, one after another, resumable after a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvshot.drafters.config import DrafterConfig
+from kvshot.drafters.drafter import Drafter
+from kvshot.errors import KvshotError
+from kvshot.experiments.record import RunRecord
+from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
+from kvshot.experiments.run import publish
+from kvshot.fileio import cache_dir
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a drafter costs. parameters: trained ones. flops: of one draft step of one column, over `prefix` tokens."""
+
+    parameters: int
+    flops: int
+    prefix: int = 256
+
+
+def cost(config: DrafterConfig, prefix: int = 256) -> Cost:
+    """Counted on the meta device: products of the layers and the head, and attention over the prefix.
+
+    Fusion and injection are left out of `flops`: they run once for each verified token, not for each draft step.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(config, torch.empty(config.target_vocab_size, config.hidden_size),
+                          torch.empty(config.draft_vocab_size, dtype=torch.int64))
+    weights = sum(p.numel() for part in (drafter.layers, drafter.lm_head) for p in part.parameters() if p.ndim == 2)
+    attention = 0
+    for layer in drafter.layers:
+        for name in layer.branches:
+            seen = 0 if config.memory == "none" else prefix
+            attention += 4 * seen * layer.get_submodule(name).q_proj.out_features
+    return Cost(sum(p.numel() for p in drafter.parameters()), 2 * weights + attention, prefix)
+
+
+def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
+    """The records of an experiment in a results folder, by seed."""
+    out = {}
+    for path in sorted(folder.glob(f"{name}-seed*.json")):
+        seed = path.stem.removeprefix(f"{name}-seed")
+        if seed.isdigit():
+            out[int(seed)] = RunRecord.load(path)
+    return out
+
+
+def missing(profile_name: str, results: str | os.PathLike, only: Sequence[str] = (), seeds: int = 3
+            ) -> Iterator[tuple[Experiment, int]]:
+    """What a campaign has still to run, in its order."""
+    folder = Path(results) / profile_name
+    for e, seed in plan(only, seeds):
+        if not (folder / f"{e.name}-seed{seed}.json").exists():
+            yield e, seed
+
+
+def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs: str | os.PathLike | None = None,
+              only: Sequence[str] = (), seeds: int = 3, options: Sequence[str] = ()) -> list[str]:
+    """Run what is missing and publish each record as it finishes; returns a line for each run that failed.
+
+    Every run is a process of its own (`kvshot train`): what one of them leaves in memory, or its crash, touches no
+    other. The features that all of them read are captured first, once. runs: folder of checkpoints (default: in the
+    cache); a run whose start failed fails, too. options: passed on to each `kvshot train`.
+    """
+    runs = Path(runs) if runs is not None else cache_dir() / "runs"
+    todo, failed = list(missing(profile_name, results, only, seeds)), []
+    if not todo:
+        return []
+    # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
+    for e, seed in list(todo):
+        before = e.start and (EXPERIMENTS[e.start], seed)
+        if before and before not in todo and not (runs / profile_name / f"{e.start}-seed{seed}" / "best").is_dir():
+            todo.insert(0, before)
+    names = list(dict.fromkeys(e.name for e, _ in todo))
+    _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
+    for number, (e, seed) in enumerate(todo, 1):
+        name = f"{e.name}-seed{seed}"
+        print(f"run {number} of {len(todo)}: {name} ({e.about})", file=sys.stderr, flush=True)
+        folder = runs / profile_name / name
+        try:
+            _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options)
+            if not (Path(results) / profile_name / f"{name}.json").exists():
+                publish(folder, results)
+        except KvshotError as err:
+            failed.append(f"{name}: {err}")
+            print(failed[-1], file=sys.stderr, flush=True)
+    return failed
+
+
+def _kvshot(*args: str) -> None:
+    """A command of our own; its progress goes to our stderr, its last words into the error."""
+    done = subprocess.run([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL)
+    if done.returncode < 0:
+        raise KvshotError(f"killed by signal {-done.returncode} (out of memory?)")
+    if done.returncode:
+        raise KvshotError(f"`kvshot {' '.join(args)}` failed with exit code {done.returncode} (its message is above)")

@@ -1,0 +1,46 @@
+"""A campaign runs what is missing, publishes as it goes, survives a failure and goes on where it stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshot.errors import KvshotError
+from kvshot.experiments import campaign, load_records
+from kvshot.experiments.campaign import missing, reproduce
+from kvshot.targets import FeatureStore
+
+
+@pytest.mark.slow
+def test_a_smoke_campaign(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    only, where = ["hybrid-checkpoint", "mtp"], dict(results=tmp_path / "results", runs=tmp_path / "runs")
+    options = dict(seeds=1, options=("--device", "cpu"))
+    real, calls = campaign._kvshot, []
+
+    def command(*args):
+        calls.append(args[:2])
+        if args[:2] == ("train", "eagle3") and len(calls) == 2:
+            raise KvshotError("killed by signal 9")
+        real(*args)
+
+    monkeypatch.setattr(campaign, "_kvshot", command)
+    failed = reproduce("smoke", only=only, **where, **options)
+    assert len(failed) == 2 and "eagle3-seed0" in failed[0] and "hybrid-checkpoint-seed0" in failed[1]
+    assert [r.experiment for r in load_records(tmp_path / "results" / "smoke")] == ["mtp"]
+    assert [e.name for e, _ in missing("smoke", tmp_path / "results", only, 1)] == ["eagle3", "hybrid-checkpoint"]
+    calls[:] = [(), ()]
+    assert reproduce("smoke", only=only, **where, **options) == []
+    assert calls[2:] == [("capture", "--profile"), ("train", "eagle3"), ("train", "hybrid-checkpoint")]
+    records = {r.experiment: r for r in load_records(tmp_path / "results" / "smoke")}
+    assert set(records) == {"eagle3", "hybrid-checkpoint", "mtp"}
+    assert records["mtp"].training.options["n_steps"] == 1
+    assert len(records["mtp"].evaluation["held_out"].drafter.steps) == 7
+    assert records["hybrid-checkpoint"].drafter["memory"] == "both"
+    # the warm start is worth something: after as many steps the hybrid is ahead of its start
+    mat = {n: r.evaluation["held_out"].drafter.mat.value for n, r in records.items()}
+    assert mat["hybrid-checkpoint"] > mat["eagle3"] - 0.02
+    assert reproduce("smoke", only=only, **where, **options) == [] and calls[5:] == []
+    # three splits, captured once with all layers that the three rows read; the rerun read fewer and used them
+    stores = [FeatureStore(p.parent).meta for p in (tmp_path / "cache").rglob("index.json")]
+    assert len(stores) == 3 and {len(s["kv_layers"]) for s in stores} == {3}
