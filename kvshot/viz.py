@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from kvshot.drafters import Round
 from kvshot.errors import KvshotError
 from kvshot.evaluation import StepwiseSummary
+from kvshot.experiments import EXPERIMENTS, cost
+from kvshot.targets import Target
 
 # Okabe and Ito's palette without yellow (too light for a line on white); black and grey are for references.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -217,3 +219,20 @@ def _benchmark_rows(path: str | Path, *wanted: str) -> list[dict]:
     except (OSError, ValueError, KeyError) as err:
         raise KvshotError(f"{path} is no benchmark result ({err}): run the benchmark that writes it again") from err
     return rows
+
+
+def experiments_table(target: Target, draft_vocab_size: int, names: Sequence[str] | None = None) -> pd.DataFrame:
+    """What experiments read and remember, and what they cost on a target; all of them by default."""
+    rows = {}
+    for name in names or EXPERIMENTS:
+        e = EXPERIMENTS[name]
+        c = e.config(target, draft_vocab_size)
+        spent = cost(c)
+        layers = f" of layers {', '.join(map(str, c.kv_layers))}" if c.kv_layers else ""
+        memory = {"own": "own", "none": "none", "target": "target's", "both": "own and target's"}[c.memory]
+        how = [f"from {e.start}" if e.start else "", *(f"{key} {value}" for key, value in e.train.items())]
+        reads = "states of " + ", ".join(map(str, c.hidden_layers)) if c.hidden_layers else "token only"
+        rows[name] = [reads, memory + layers, c.injection or "", c.depth, ", ".join(filter(None, how)),
+                      f"{spent.parameters / 1e6:.1f} M", f"{spent.flops / 1e6:.1f}"]
+    columns = ["reads", "memory", "injection", "depth", "start, training", "parameters", "MFLOP a draft step"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis(columns="experiment")

@@ -1,5 +1,6 @@
 """What measurements say about the paper's claims."""
 
+from kvshot.analysis.identity import target_as_drafter
 from kvshot.analysis.verdict import Verdict, below, long_range_decay
 
-__all__ = ["Verdict", "below", "long_range_decay"]
+__all__ = ["Verdict", "below", "long_range_decay", "target_as_drafter"]

@@ -1,0 +1,32 @@
+"""The drawing shows what the configuration says."""
+
+import matplotlib
+import pytest
+
+from kvshot.diagrams import framework
+from kvshot.drafters import DrafterConfig
+from kvshot.viz import set_style
+
+matplotlib.use("Agg")
+
+SHAPE = dict(hidden_size=8, intermediate_size=12, n_heads=2, n_kv_heads=1, head_dim=4, norm_eps=1e-6, rope_theta=1e4,
+             target_vocab_size=30, draft_vocab_size=10)
+STATES, KV = dict(hidden_layers=(1, 2, 3)), dict(kv_layers=(0, 4), injection="linear")
+
+
+@pytest.mark.parametrize(("choices", "shown", "absent"), [
+    (STATES, ["target states\n(layers 1, 2, 3)", "own keys, values", "later steps: its own state"], ["gate"]),
+    (dict(KV, memory="target", depth=2), ["target's keys, values\n(layers 0, 4)", "2 layers,\ndraft head"],
+     ["own keys, values", "later steps: its own state"]),
+    (dict(STATES, **KV, memory="both"), ["own keys, values", "target's keys, values\n(layers 0, 4)",
+                                         "gate, 1 layer,\ndraft head"], []),
+    (dict(STATES, memory="none"), ["its own chain only"], ["own keys, values"]),
+])
+def test_a_row_says_what_the_drafter_is(choices, shown, absent):
+    set_style()
+    figure = framework({"one": DrafterConfig(**SHAPE, **choices)})
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert {"one", "token embedding", *shown} <= {*texts} and not {*absent} & {*texts}
+    renderer = figure.canvas.get_renderer()
+    boxes = [t.get_window_extent(renderer) for t in figure.axes[0].texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
