@@ -2,6 +2,7 @@
 
 import matplotlib
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvshot.diagrams import framework
 from kvshot.drafters import DrafterConfig
@@ -27,6 +28,6 @@ def test_a_row_says_what_the_drafter_is(choices, shown, absent):
     figure = framework({"one": DrafterConfig(**SHAPE, **choices)})
     texts = [t.get_text() for t in figure.axes[0].texts]
     assert {"one", "token embedding", *shown} <= {*texts} and not {*absent} & {*texts}
-    renderer = figure.canvas.get_renderer()
+    renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [t.get_window_extent(renderer) for t in figure.axes[0].texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
