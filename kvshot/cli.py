@@ -234,7 +234,8 @@ def experiments(
     device: DeviceOption = "cpu",
 ) -> None:
     """List the experiments: what they test, what they cost, which records exist."""
-    from kvshot.experiments.campaign import cost, records_of
+    from kvshot.experiments.campaign import records_of
+    from kvshot.experiments.cost import cost
     from kvshot.experiments.registry import select
 
     bench = _bench(profile, device, None)

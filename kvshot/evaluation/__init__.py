@@ -1,6 +1,7 @@
 """How good a drafter is: step-wise acceptance, intervals, and the n-gram yardstick."""
 
 from kvshot.evaluation.metrics import (
+    ConversationCounts,
     Estimate,
     PairedDifference,
     Rate,
@@ -16,6 +17,7 @@ from kvshot.evaluation.ngram import NgramModel, ngram_hits
 from kvshot.evaluation.stepwise import stepwise_hits
 
 __all__ = [
+    "ConversationCounts",
     "Estimate",
     "NgramModel",
     "PairedDifference",

@@ -7,7 +7,9 @@ were. A label outside the draft vocabulary is a miss.
 
 from __future__ import annotations
 
+import base64
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -179,6 +181,35 @@ def _count(h: StepwiseHits) -> np.ndarray:
     return counts
 
 
+class ConversationCounts(_Frozen):
+    """The counts of every conversation, packed for a record: what a paired comparison of two records needs.
+
+    packed: base64 of zlib of little-endian uint16 [conversations, steps, 6] (hits, valid, all right so far, supervised
+    so far, right before, outside the vocabulary).
+    """
+
+    conversations: NonNegativeInt
+    steps: NonNegativeInt
+    packed: str
+
+    @classmethod
+    def of(cls, hits: StepwiseHits) -> ConversationCounts:
+        table = _count(hits)
+        raw = table.astype("<u2")
+        if (raw != table).any():
+            raise KvshotError("a conversation has more than 65,535 columns: evaluate on shorter ones")
+        return cls(conversations=len(table), steps=table.shape[1],
+                   packed=base64.b64encode(zlib.compress(raw.tobytes(), 9)).decode())
+
+    def table(self) -> np.ndarray:
+        """float64 [conversations, steps, 6]. Raises KvshotError when damaged."""
+        try:
+            flat = np.frombuffer(zlib.decompress(base64.b64decode(self.packed, validate=True)), dtype="<u2")
+            return flat.reshape(self.conversations, self.steps, 6).astype(np.float64)
+        except (ValueError, zlib.error) as err:
+            raise KvshotError(f"the counts of a record are damaged ({err}): fetch or make it again") from err
+
+
 def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
     """Every rate [..., K] and number [...] from counts [..., K, 6]; NaN where undefined."""
     out = {name: _ratio(counts[..., top], counts[..., bottom]) for name, (top, bottom) in _RATES.items()}
@@ -236,16 +267,22 @@ def summarise(hits: StepwiseHits, *, n_boot: int = 1000, seed: int = 0) -> Stepw
     )
 
 
-def paired_difference(
-    a: StepwiseHits, b: StepwiseHits, statistic: str = "mat", *, n_boot: int = 1000, seed: int = 0
-) -> PairedDifference:
-    """Bootstrap a statistic of `a` minus that of `b` over conversations, on the same columns.
+Measured = StepwiseHits | ConversationCounts
 
-    statistic: "mat", "mat_joint", "retention", or "alpha_marginal", "alpha_joint", "alpha_conditional", "oov"
-    with a step, as in "alpha_marginal_3". Raises KvshotError for an unknown statistic or for different
-    columns.
+
+def paired_difference(
+    a: Measured | Sequence[Measured], b: Measured | Sequence[Measured], statistic: str = "mat", *, n_boot: int = 1000,
+    seed: int = 0,
+) -> PairedDifference:
+    """Bootstrap a statistic of `a` minus that of `b`, both under the same resamples of the same columns.
+
+    a, b: one measurement, or one for each training seed, in the same order; conversations are resampled, and seeds,
+    too, where there are several. statistic: "mat", "mat_joint", "retention", or "alpha_marginal", "alpha_joint",
+    "alpha_conditional", "oov" with a step, as in "alpha_marginal_3". Raises KvshotError for an unknown statistic or for
+    different columns.
     """
-    if not (np.array_equal(a.valid, b.valid) and np.array_equal(a.conversation, b.conversation)):
+    tables = _tables(a), _tables(b)
+    if tables[0].shape != tables[1].shape or (tables[0][..., _VALID] != tables[1][..., _VALID]).any():
         raise KvshotError("the evaluations cover different columns: use the same examples and steps for both")
     name, step = re.fullmatch(r"(.*?)(?:_(\d+))?", statistic).groups()
     if name not in (_RATES if step else _NUMBERS):
@@ -254,18 +291,17 @@ def paired_difference(
             f"or one of {', '.join(_RATES)} with a step, as in alpha_marginal_3"
         )
     k = 0 if step is None else int(step)
-    if k >= a.hits.shape[1]:
-        raise KvshotError(f"statistic {statistic!r} asks for step {k} of only {a.hits.shape[1]} steps")
+    if k >= tables[0].shape[2]:
+        raise KvshotError(f"statistic {statistic!r} asks for step {k} of only {tables[0].shape[2]} steps")
 
     def pick(counts: np.ndarray) -> np.ndarray:
         values = _statistics(counts)[name]
         return values if step is None else values[..., k]
 
-    tables = _count(a), _count(b)
-    point = [float(pick(table.sum(axis=0))) for table in tables]
-    samples = [pick(_resample(table, n_boot, seed)) for table in tables]
+    point = [float(pick(table.sum(axis=(0, 1)))) for table in tables]
+    samples = [pick(_resample_seeds(table, n_boot, seed)) for table in tables]
     values = [value if np.isfinite(value) else None for value in point]
-    n = len(tables[0])
+    n = tables[0].shape[1]
     return PairedDifference(
         statistic=statistic,
         a=values[0],
@@ -275,3 +311,20 @@ def paired_difference(
         n_boot=n_boot,
         seed=seed,
     )
+
+
+def _tables(x: Measured | Sequence[Measured]) -> np.ndarray:
+    """[seeds, conversations, steps, 6]"""
+    several = [x] if isinstance(x, Measured) else list(x)
+    tables = [m.table() if isinstance(m, ConversationCounts) else _count(m) for m in several]
+    if not tables or len({t.shape for t in tables}) > 1:
+        raise KvshotError("the evaluations of a comparison cover different columns: give at least one, all of the same "
+                          "examples and steps")
+    return np.stack(tables)
+
+
+def _resample_seeds(tables: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
+    """Draws of conversations and, independently, of training seeds: [S, C, K, 6] -> [n_boot, K, 6]."""
+    s = len(tables)
+    drawn = np.random.default_rng([seed, 1]).multinomial(s, np.full(s, 1 / s), size=n_boot)
+    return sum(drawn[:, i, None, None] * _resample(table, n_boot, seed) for i, table in enumerate(tables))

@@ -1,7 +1,8 @@
 """Named experiments, profiles, the campaign, and the records they leave."""
 
 from kvshot.experiments.bench import Bench
-from kvshot.experiments.campaign import cost, reproduce
+from kvshot.experiments.campaign import reproduce
+from kvshot.experiments.cost import cost
 from kvshot.experiments.profiles import PROFILES, Profile, profile
 from kvshot.experiments.record import RunRecord, load_records
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, experiment

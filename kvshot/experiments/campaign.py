@@ -6,44 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from kvshot.drafters.config import DrafterConfig
-from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish
 from kvshot.fileio import cache_dir
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a drafter costs. parameters: trained ones. flops: of one draft step of one column, over `prefix` tokens."""
-
-    parameters: int
-    flops: int
-    prefix: int = 256
-
-
-def cost(config: DrafterConfig, prefix: int = 256) -> Cost:
-    """Counted on the meta device: products of the layers and the head, and attention over the prefix.
-
-    Fusion and injection are left out of `flops`: they run once for each verified token, not for each draft step.
-    """
-    with torch.device("meta"):
-        drafter = Drafter(config, torch.empty(config.target_vocab_size, config.hidden_size),
-                          torch.empty(config.draft_vocab_size, dtype=torch.int64))
-    weights = sum(p.numel() for part in (drafter.layers, drafter.lm_head) for p in part.parameters() if p.ndim == 2)
-    attention = 0
-    for layer in drafter.layers:
-        for name in layer.branches:
-            seen = 0 if config.memory == "none" else prefix
-            attention += 4 * seen * layer.get_submodule(name).q_proj.out_features
-    return Cost(sum(p.numel() for p in drafter.parameters()), 2 * weights + attention, prefix)
 
 
 def records_of(name: str, folder: Path) -> dict[int, RunRecord]:

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from kvshot.errors import KvshotError
-from kvshot.evaluation.metrics import StepwiseSummary
+from kvshot.evaluation.metrics import ConversationCounts, StepwiseSummary
 from kvshot.fileio import atomic_file
 
 SCHEMA_VERSION = 1
@@ -84,10 +84,22 @@ class TrainingInfo(_Strict):
 
 
 class DomainEvaluation(_Strict):
-    """Step-wise acceptance on one held-out domain, with the n-gram row on the same columns."""
+    """Step-wise acceptance on one held-out domain, with the n-gram row on the same columns.
+
+    counts: of every conversation, for paired comparisons with other records.
+    """
 
     drafter: StepwiseSummary
     ngram: StepwiseSummary | None = None
+    counts: ConversationCounts | None = None
+
+
+class Cost(_Strict):
+    """What a drafter costs. parameters: trained ones. flops: of one draft step of one column over `prefix` tokens."""
+
+    parameters: NonNegativeInt
+    flops: NonNegativeInt
+    prefix: NonNegativeInt
 
 
 class CodeInfo(_Strict):
@@ -120,6 +132,7 @@ class RunRecord(_Strict):
     experiment: str
     profile: str
     drafter: dict[str, JsonValue]
+    cost: Cost | None = None
     target: TargetInfo
     data: DataInfo
     training: TrainingInfo | None = None

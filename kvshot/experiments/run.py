@@ -13,9 +13,10 @@ from kvshot.drafters.config import checked
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import new_drafter, warm_start
 from kvshot.errors import KvshotError
-from kvshot.evaluation.metrics import summarise
+from kvshot.evaluation.metrics import ConversationCounts, summarise
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, VALIDATION, Bench
+from kvshot.experiments.cost import cost
 from kvshot.experiments.profiles import profile
 from kvshot.experiments.record import (
     CurvePoint,
@@ -78,7 +79,8 @@ def evaluate(
     out = {}
     for domain in bench.domains:
         hits = stepwise_hits(drafter, bench.store(domain), n_steps, quiet=bench.quiet)
-        out[domain] = DomainEvaluation(drafter=summarise(hits), ngram=summarise(bench.ngram_hits(domain, n_steps)))
+        out[domain] = DomainEvaluation(drafter=summarise(hits), ngram=summarise(bench.ngram_hits(domain, n_steps)),
+                                       counts=ConversationCounts.of(hits))
     return drafter, out
 
 
@@ -96,8 +98,8 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
                  "validation_conversations": len(bench.examples[VALIDATION])})
     result = RunRecord(
         experiment=name, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
-        target=bench.target_info(), data=bench.data_info(), training=training, evaluation=measured,
-        code=describe_code(), machine=describe_machine(bench.target.device))
+        cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
+        evaluation=measured, code=describe_code(), machine=describe_machine(bench.target.device))
     if PartialState().is_main_process:
         result.save(record)
     return result

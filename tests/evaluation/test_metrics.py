@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from kvshot.errors import KvshotError
-from kvshot.evaluation import StepwiseHits, StepwiseSummary, mat, paired_difference, retention, summarise
+from kvshot.evaluation import (
+    ConversationCounts,
+    StepwiseHits,
+    StepwiseSummary,
+    mat,
+    paired_difference,
+    retention,
+    summarise,
+)
 
 K = 4
 
@@ -210,6 +218,38 @@ def test_paired_difference_matches_the_summaries(statistic):
     assert result.difference.value == pytest.approx(result.a - result.b)
     same = paired_difference(a, a, statistic, n_boot=30).difference
     assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_packed_counts_compare_like_the_hits_they_came_from():
+    a = random_hits(0)
+    keep = np.random.default_rng(4).random(a.hits.shape) < 0.9
+    b = StepwiseHits(a.hits & keep, a.valid, a.conversation, a.oov)
+    packed = [ConversationCounts.model_validate_json(ConversationCounts.of(x).model_dump_json()) for x in (a, b)]
+    for statistic in ("mat", "retention", "alpha_joint_2"):
+        assert paired_difference(*packed, statistic, n_boot=50) == paired_difference(a, b, statistic, n_boot=50)
+    with pytest.raises(KvshotError, match="different columns"):
+        paired_difference(packed[0], random_hits(1))
+    with pytest.raises(KvshotError, match="damaged"):
+        packed[0].model_copy(update={"packed": packed[0].packed[:-8]}).table()
+
+
+def test_seeds_are_resampled_in_pairs():
+    """Two seeds whose differences disagree widen the interval to both; two equal ones change nothing."""
+    rng = np.random.default_rng(5)
+    a = simulate(rng)
+    worse = StepwiseHits(a.hits & (rng.random(a.hits.shape) < 0.9), a.valid, a.conversation, a.oov)
+    one = paired_difference(a, worse)
+    twice = paired_difference([a, a], [worse, worse])
+    assert (twice.a, twice.b) == (one.a, one.b)
+    assert twice.difference.low == pytest.approx(one.difference.low)
+    split = paired_difference([a, worse], [worse, a])
+    assert split.difference.value == pytest.approx(0, abs=1e-12)
+    assert split.difference.low == pytest.approx(-split.difference.high, abs=0.03)
+    assert split.difference.low < -one.difference.value * 0.9 and split.difference.high > one.difference.value * 0.9
+    with pytest.raises(KvshotError, match="different columns"):
+        paired_difference([a, a], [worse])
+    with pytest.raises(KvshotError, match="at least one"):
+        paired_difference([], [])
 
 
 def test_paired_difference_refuses():
