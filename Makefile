@@ -27,7 +27,7 @@ clean:              ## remove the built book and the executed notebooks
 	@echo "Setting up .venv (a few minutes, once) ..."
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
-	$(PIP) -e '.[book,test]'
+	$(PIP) -e '.[book,hub,test]'
 	@touch $@
 
 .PHONY: help book test refresh clean

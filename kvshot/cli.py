@@ -24,7 +24,7 @@ data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look 
 app.add_typer(data, name="data")
 console = Console(markup=False, highlight=False, soft_wrap=True)  # paths and [intervals] as they are
 
-ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke or laptop")]
+ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke, laptop or paper")]
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
 DataOption = Annotated[Optional[Path], typer.Option(help="another corpus folder than the profile's")]  # noqa: UP045
 DeviceOption = Annotated[Optional[str], typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]  # noqa: UP045
@@ -93,6 +93,24 @@ def extend(
     console.print(f"{report}")
     for info in extended.info.splits.values():
         console.print(f"{corpus / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+
+
+@data.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="sharegpt or ultrachat")],
+    out: Annotated[Optional[Path], typer.Option(help="folder; default: where the profile looks")] = None,  # noqa: UP045
+    limit: Annotated[Optional[int], typer.Option(min=2, help="only the first so many records")] = None,  # noqa: UP045
+    held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a tenth more for validation")] = 1000,
+) -> None:
+    """Get one of the paper's data sets from the Hugging Face hub, and split it."""
+    from kvshot.data.hub import fetch_corpus
+    from kvshot.fileio import cache_dir
+
+    out = out or cache_dir() / "data" / name
+    corpus, bad = fetch_corpus(name, out, limit=limit, held_out=held_out)
+    console.print(f"{bad} records hold no usable conversation")
+    for info in corpus.info.splits.values():
+        console.print(f"{out / info.file}: {info.conversations} conversations")
 
 
 @data.command()
@@ -252,6 +270,28 @@ def experiments(
                       " ".join(map(str, sorted(done))) or "-")
     console.print(table)
     console.print("* decides a claim: run with several seeds. minutes: of training, a number a seed")
+
+
+@app.command()
+def plan(
+    profile: ProfileOption = "paper",
+    only: OnlyOption = None,
+    mean_length: Annotated[int, typer.Option(min=16, help="tokens of an average sequence")] = 1500,
+    tflops: Annotated[float, typer.Option(min=0.01, help="sustained TFLOP/s of the machine")] = 300.0,
+) -> None:
+    """Build every drafter of a profile at its real shapes, without weights or data, and estimate the campaign."""
+    from kvshot.experiments.dry_run import dry_run
+    from kvshot.experiments.profiles import profile as find
+
+    chosen = find(profile)
+    rows = dry_run(chosen, only or (), mean_length=mean_length, tflops=tflops)
+    table = Table(title=f"profile {profile}: {chosen.target}, {tflops:g} TFLOP/s, {mean_length} tokens a sequence")
+    for n, column in enumerate(rows.columns):
+        table.add_column(column, justify="right" if n else "left")
+    for row in rows.itertuples(index=False):
+        table.add_row(*(f"{x:,.1f}" if isinstance(x, float) else str(x) for x in row))
+    console.print(table)
+    console.print(f"one seed of each: {rows['hours'].sum():,.0f} hours")
 
 
 @app.command()

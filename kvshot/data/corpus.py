@@ -50,7 +50,7 @@ class Corpus:
             info = CorpusInfo.model_validate_json((folder / RECIPE).read_bytes())
         except OSError as err:
             raise KvshotError(f"no data set in {folder} ({RECIPE}: {err.strerror}): check the path, or make one with "
-                              "`kvshot data synthesize`") from err
+                              "`kvshot data synthesize` or `kvshot data fetch`") from err
         except ValidationError as err:
             raise KvshotError(f"{folder / RECIPE} is damaged ({err.errors()[0]['msg']}): fetch it again") from err
         splits = {}

@@ -71,14 +71,7 @@ def read_conversations(
     path = Path(path)
     if format != "auto" and format not in _PARSERS:
         raise KvshotError(f"unknown conversation format {format!r}: use auto, {', '.join(_PARSERS)}")
-    report = ReadReport([], [])
-    for number, record in _records(path):
-        try:
-            if isinstance(record, json.JSONDecodeError):
-                raise _Bad(f"not JSON ({record.msg} at column {record.colno})")
-            report.conversations.append(_conversation(record, format, f"{path.name.split('.')[0]}-{number}"))
-        except _Bad as bad:
-            report.bad.append((number, str(bad)))
+    report = parse_conversations(_records(path), path.name.split(".")[0], format=format)
     if report.bad and (on_bad == "refuse" or not report.conversations):
         number, reason = report.bad[0]
         more = f", and {len(report.bad) - 1} more bad records" if len(report.bad) > 1 else ""
@@ -86,6 +79,19 @@ def read_conversations(
         raise KvshotError(f"{path} line {number}: {reason}{more}: mend the file{skip}")
     if not report.conversations:
         raise KvshotError(f"{path} holds no conversations: give a JSON or JSONL file with at least one")
+    return report
+
+
+def parse_conversations(records: Iterable[tuple[int, Any]], name: str, *, format: Format = "auto") -> ReadReport:
+    """Numbered records, parsed from JSON, as conversations; one without an id is called NAME-NUMBER."""
+    report = ReadReport([], [])
+    for number, record in records:
+        try:
+            if isinstance(record, json.JSONDecodeError):
+                raise _Bad(f"not JSON ({record.msg} at column {record.colno})")
+            report.conversations.append(_conversation(record, format, f"{name}-{number}"))
+        except _Bad as bad:
+            report.bad.append((number, str(bad)))
     return report
 
 

@@ -18,7 +18,7 @@ from kvshot.experiments.profiles import Profile
 from kvshot.experiments.record import DataInfo, TargetInfo
 from kvshot.experiments.registry import experiment
 from kvshot.fileio import cache_dir
-from kvshot.targets import FeatureStore, Target, load_target
+from kvshot.targets import Features, FeatureStore, OnlineFeatures, Target, load_target
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -75,9 +75,12 @@ class Bench:
         hidden = {*self.target.default_hidden_layers, *(i for c in configs for i in c.hidden_needed)}
         return tuple(sorted(hidden)), tuple(sorted({i for c in configs for i in c.kv_needed}))
 
-    def store(self, name: str) -> FeatureStore:
-        """Captured features of a split, from the cache or captured now."""
+    def store(self, name: str) -> Features:
+        """Captured features of a split, from the cache or captured now; an online profile's training split later."""
         examples, (hidden, kv) = self.examples[name], self.layers
+        if self.profile.online and name == TRAIN:
+            return OnlineFeatures(self.target, examples, hidden_layers=hidden, kv_layers=kv,
+                                  batch_tokens=self.profile.train.batch_tokens)
         content = f"{self.target.weights_sha256}{self.target.dtype}{examples_sha256(examples)}"
         stem = f"{self.target.name.replace('/', '--')}-{name}-{_short(content)}"
         for path in sorted((cache_dir() / "features").glob(f"{stem}-*/index.json")):

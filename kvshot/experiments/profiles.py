@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvshot.errors import KvshotError
+from kvshot.fileio import cache_dir
 from kvshot.training.trainer import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,8 @@ class Profile(BaseModel):
 
     data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
-    training split (None: all). families: what of the recipe differs for a family of drafters (see `Experiment`).
+    training split (None: all). online: run the target during training instead of storing its features. families: what
+    of the recipe differs for a family of drafters (see `Experiment`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,6 +31,7 @@ class Profile(BaseModel):
     draft_vocab_size: int = Field(ge=1)
     max_length: int = Field(ge=8)
     train_conversations: int | None = Field(None, ge=1)
+    online: bool = False
     train: TrainConfig
     families: dict[str, dict[str, JsonValue]] = {}
 
@@ -42,6 +45,11 @@ PROFILES = {
         name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
         draft_vocab_size=4096, max_length=512, train_conversations=8000,
         train=TrainConfig(steps=2400, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=200)),
+    "paper": Profile(
+        name="paper", target="Qwen/Qwen3-8B", data=cache_dir() / "data" / "sharegpt", dtype="bfloat16",
+        draft_vocab_size=32000, max_length=4096, online=True,
+        # about 70k samples, 3 epochs (the paper); batch, columns and learning rate are ours
+        train=TrainConfig(steps=12000, batch_tokens=16384, columns_per_sequence=512, lr=3e-4, eval_every=500)),
 }
 
 

@@ -125,6 +125,10 @@ class FeatureStore:
     def n_tokens(self) -> int:
         return sum(self.lengths)
 
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Several sequences."""
+        return [self[i] for i in indices]
+
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         if not 0 <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)}")
@@ -135,13 +139,55 @@ class FeatureStore:
                 if shard.metadata().get("key") != self.meta["key"]:
                     raise KvshotError(f"{path} is of another store: delete {self.folder} and capture again")
                 self._shards[number] = {name: shard.get_tensor(name) for name in shard.keys()}
-        end = start + self.lengths[i]
-        rows = {name: tensor[start:end] for name, tensor in self._shards[number].items()}
-        return {
-            "ids": rows["ids"], "loss_mask": rows["loss_mask"], "final": rows["final"], "argmax": rows["argmax"],
-            "hidden": rows["hidden"].transpose(0, 1),
-            "keys": rows["keys"].permute(1, 2, 0, 3), "values": rows["values"].permute(1, 2, 0, 3),
-        }
+        return _sequence(self._shards[number], start, start + self.lengths[i])
+
+
+class OnlineFeatures:
+    """The rows of a `FeatureStore` without the disk: the target runs over a batch when it is asked for.
+
+    For data whose features would fill a disk array. Stored or online, the same sequences train the same drafter, up to
+    the rounding of another batch composition.
+    """
+
+    def __init__(
+        self, target: Target, examples: Sequence[Sample], *, hidden_layers: Layers | None = None,
+        kv_layers: Layers | None = None, dtype: torch.dtype = torch.bfloat16, batch_tokens: int = 4096,
+    ) -> None:
+        """Layers, dtype, batch_tokens and errors as for `FeatureStore.build`."""
+        self.target, self.examples, self.dtype, self.batch_tokens = target, examples, dtype, batch_tokens
+        self.meta = _describe(target, examples, hidden_layers, kv_layers, dtype)
+        self.lengths: list[int] = [len(example.ids) for example in examples]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Sequences `indices`, in that order, from one pass of the target or a few."""
+        longest_first = sorted(set(indices), key=lambda i: -self.lengths[i])
+        shard = _capture_shard(self.target, self.examples, longest_first, self.meta, self.dtype, self.batch_tokens,
+                               lambda n: None)
+        found, start = {}, 0
+        for i in longest_first:
+            found[i] = _sequence(shard, start, start + self.lengths[i])
+            start += self.lengths[i]
+        return [found[i] for i in indices]
+
+
+Features = FeatureStore | OnlineFeatures
+
+
+def _sequence(shard: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+    """Tokens start..end-1 of a shard as the tensors of one sequence."""
+    rows = {name: tensor[start:end] for name, tensor in shard.items()}
+    return {
+        "ids": rows["ids"], "loss_mask": rows["loss_mask"], "final": rows["final"], "argmax": rows["argmax"],
+        "hidden": rows["hidden"].transpose(0, 1),
+        "keys": rows["keys"].permute(1, 2, 0, 3), "values": rows["values"].permute(1, 2, 0, 3),
+    }
 
 
 def _read_index(folder: Path) -> dict:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.injection import Given
 from kvshot.errors import KvshotError
-from kvshot.targets import FeatureStore
+from kvshot.targets import Features
 from kvshot.training.ttt import Batch
 
 WIDTH = 16
@@ -49,7 +49,7 @@ def training_batches(lengths: Sequence[int], batch_tokens: int, seed: int, start
         epoch += 1
 
 
-def load_batch(store: FeatureStore, indices: Sequence[int], config: DrafterConfig) -> Batch:
+def load_batch(store: Features, indices: Sequence[int], config: DrafterConfig) -> Batch:
     """Sequences `indices` of the store, with what a drafter of this configuration reads.
 
     Padded with zeros to the longest, or up to WIDTH - 1 more. Raises KvshotError when the store lacks a layer: a
@@ -57,7 +57,7 @@ def load_batch(store: FeatureStore, indices: Sequence[int], config: DrafterConfi
     """
     hidden = _places(store, "hidden_layers", config.hidden_needed)
     kv = _places(store, "kv_layers", config.kv_needed)
-    rows = [store[i] for i in indices]
+    rows = store.rows(indices)
     # widths that recur: an allocator that keeps its blocks can use them again
     width = -(-max(len(r["ids"]) for r in rows) // WIDTH) * WIDTH
 
@@ -77,10 +77,10 @@ def load_batch(store: FeatureStore, indices: Sequence[int], config: DrafterConfi
     return Batch(pad("ids", 0), pad("loss_mask", 0), given, pad("final", 0), pad("argmax", 0), torch.tensor(indices))
 
 
-def _places(store: FeatureStore, kind: str, wanted: Sequence[int]) -> list[int]:
+def _places(store: Features, kind: str, wanted: Sequence[int]) -> list[int]:
     have = store.meta[kind]
     missing = sorted(set(wanted) - set(have))
     if missing:
-        raise KvshotError(f"the feature store {store.folder} lacks {kind.replace('_', ' ')} {missing}: capture them "
+        raise KvshotError(f"the captured features lack {kind.replace('_', ' ')} {missing}: capture them "
                           "first")
     return [have.index(i) for i in wanted]

@@ -23,7 +23,7 @@ from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
 from kvshot.progress import progress
-from kvshot.targets import FeatureStore, Target
+from kvshot.targets import Features, Target
 from kvshot.training.batches import load_batch, training_batches
 from kvshot.training.ttt import TTTLoss, choose_columns
 
@@ -123,7 +123,7 @@ class Trainer:
     evaluate(drafter) -> dict with at least "mat": the validation measure, asked every `eval_every` steps.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, vocab: DraftVocab, store: FeatureStore, config: TrainConfig,
+    def __init__(self, target: Target, drafter: Drafter, vocab: DraftVocab, store: Features, config: TrainConfig,
                  folder: str | os.PathLike, evaluate: Callable[[Drafter], dict]) -> None:
         self.target, self.drafter, self.vocab, self.store = target, drafter, vocab, store
         self.config, self.folder, self.evaluate = config, Path(folder), evaluate

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvshot.errors import KvshotError
-from kvshot.targets import FeatureStore, capture, load_target
+from kvshot.targets import FeatureStore, OnlineFeatures, capture, load_target
 from kvshot.targets import store as store_module
 from kvshot.targets.store import _argmax
 
@@ -58,6 +58,21 @@ def test_entries_equal_capture(tmp_path, target, small_shards, capsys):
     check(store, target, samples)
     again = FeatureStore.open(tmp_path / "s", target=target, examples=samples, dtype=torch.float32)
     check(again, target, samples)
+
+
+def test_online_rows_are_the_stored_ones(tmp_path, target, small_shards):
+    samples = make_samples()
+    store = FeatureStore.build(tmp_path / "s", target, samples, dtype=torch.float32, quiet=True)
+    online = OnlineFeatures(target, samples, dtype=torch.float32, batch_tokens=40)
+    assert online.lengths == store.lengths and online.n_tokens == store.n_tokens == 85 and len(online) == 6
+    assert online.meta["key"] == store.meta["key"]
+    indices = [3, 1, 5, 1, 0]
+    for i, row in zip(indices, online.rows(indices), strict=True):
+        for name, tensor in store[i].items():
+            torch.testing.assert_close(row[name], tensor, atol=1e-4, rtol=1e-4, msg=f"{name} of {i}")
+            assert row[name].shape == tensor.shape
+    with pytest.raises(KvshotError, match="no examples"):
+        OnlineFeatures(target, [])
 
 
 def test_default_is_bfloat16_and_size_estimate_holds(tmp_path, target):

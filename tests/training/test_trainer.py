@@ -10,6 +10,7 @@ from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
+from kvshot.targets import OnlineFeatures
 from kvshot.training.batches import load_batch, plan_epoch, training_batches
 from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, scale_kv_gradient
 from kvshot.training.ttt import TTTLoss, choose_columns
@@ -46,6 +47,15 @@ def test_two_halves_are_one_whole(small, tmp_path, choice):
         assert not torch.equal(tensor, first.drafter.state_dict()[name]), name
     assert [p["loss"] for p in done.curve] == [p["loss"] for p in whole.done.curve]
     assert done.tokens == whole.done.tokens
+
+
+def test_online_features_train_the_same_drafter(small, tmp_path):
+    online = OnlineFeatures(small.target, small.examples, kv_layers=())
+    runs = [Trainer(small.target, new_drafter(small.target, small.config, small.vocab, seed=0), small.vocab, features,
+                    CONFIG, tmp_path / str(n), measure(small)).run(quiet=True)
+            for n, features in enumerate((small.store, online))]
+    for stored, live in zip(*(run.curve for run in runs), strict=True):
+        assert stored["loss"] == pytest.approx(live["loss"], rel=1e-3) and stored["tokens"] == live["tokens"]
 
 
 def test_training_learns(small, tmp_path):

@@ -1,0 +1,62 @@
+"""The paper's data sets, from the Hugging Face hub through the `datasets` library (extra "hub")."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvshot.data.corpus import Corpus
+from kvshot.data.readers import parse_conversations
+from kvshot.data.split import split
+from kvshot.errors import KvshotError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Arguments of `datasets.load_dataset`."""
+
+    path: str
+    split: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+SOURCES = {
+    "sharegpt": Source("anon8231489123/ShareGPT_Vicuna_unfiltered", "train",
+                       {"data_files": "ShareGPT_V3_unfiltered_cleaned_split.json"}),
+    "ultrachat": Source("HuggingFaceH4/ultrachat_200k", "train_sft"),
+}
+
+
+def fetch_corpus(name: str, out: str | os.PathLike, *, limit: int | None = None, held_out: int = 1000, seed: int = 0
+                 ) -> tuple[Corpus, int]:
+    """Load a data set, split it by conversation and write it as a corpus into `out`.
+
+    limit: the first so many records. held_out: conversations that are only evaluated on; a tenth of that many more
+    choose checkpoints. Returns the corpus and how many records were no usable conversation. Raises KvshotError for an
+    unknown name, a missing library, or a data set that cannot be had.
+    """
+    if name not in SOURCES:
+        raise KvshotError(f"unknown data set {name!r}: choose {', '.join(SOURCES)}, or convert a file of your own with "
+                          "`kvshot data convert`")
+    try:
+        import datasets
+    except ImportError as err:
+        raise KvshotError("the package 'datasets' is missing: pip install 'kvshot[hub]'") from err
+    source = SOURCES[name]
+    try:
+        rows = datasets.load_dataset(source.path, split=source.split, **source.options)
+    except Exception as err:  # the library raises whatever its backends raise
+        reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
+        raise KvshotError(f"cannot load {source.path} ({reason}): check the network, or fetch it elsewhere and use "
+                          "`kvshot data convert`") from err
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    report = parse_conversations(enumerate(rows, 1), name)
+    usable = [c for c in report.conversations if any(m.role == "assistant" for m in c.messages)]
+    aside = split(usable, held_out=held_out + max(1, held_out // 10), seed=seed)
+    inner = split(aside.held_out, held_out=held_out, seed=seed)
+    recipe = {"from": source.path, "split": source.split, **source.options, "limit": limit, "seed": seed,
+              "dropped as like a held-out one": len(aside.dropped) + len(inner.dropped)}
+    parts = {"train": aside.train, "validation": inner.train, "held_out": inner.held_out}
+    return Corpus.save(Path(out), name, recipe, parts), len(rows) - len(usable)
