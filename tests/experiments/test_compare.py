@@ -1,0 +1,74 @@
+"""Paired comparisons of records: what may be compared, and what the interval says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvshot.errors import KvshotError
+from kvshot.evaluation import ConversationCounts, StepwiseHits, paired_difference, summarise
+from kvshot.experiments.compare import combine, greater, paired
+from kvshot.experiments.record import (
+    CodeInfo,
+    DataInfo,
+    DomainEvaluation,
+    MachineInfo,
+    RunRecord,
+    TargetInfo,
+    TrainingInfo,
+)
+
+
+def hits(rate: float, seed: int) -> StepwiseHits:
+    """600 columns of 30 conversations, right with one probability at each of three steps."""
+    shape = (600, 3)
+    right = np.random.default_rng(7).random(shape) + 0.02 * np.random.default_rng(seed).standard_normal(shape) < rate
+    return StepwiseHits(right, np.ones(shape, bool), np.repeat(np.arange(30), 20), np.zeros(shape, bool))
+
+
+def record(name: str, rate: float, seed: int = 0, *, steps: int = 10, data: str = "a", counts=True) -> RunRecord:
+    h = hits(rate, seed)
+    return RunRecord(
+        experiment=name, profile="smoke", drafter={}, target=TargetInfo(name="t", weights_sha256="0" * 64),
+        data=DataInfo(name="d", sha256=data * 64, n_train_conversations=1, n_train_tokens=1, n_held_out_conversations=1,
+                      n_held_out_tokens=1),
+        training=TrainingInfo(steps=steps, tokens_seen=1, lr=1e-3, seed=seed, wall_seconds=1, tokens_per_second=1),
+        evaluation={"held_out": DomainEvaluation(drafter=summarise(h, n_boot=2),
+                                                 counts=ConversationCounts.of(h) if counts else None)},
+        code=CodeInfo(version="0"), machine=MachineInfo(cpu="c", cores=1, device="cpu", torch="2", transformers="5",
+                                                        python="3"))
+
+
+def test_a_pair_is_matched_by_seed():
+    a, b = [record("a", 0.6, s) for s in (2, 0, 1)], [record("b", 0.5, s) for s in (0, 1, 5)]
+    got = paired(a, b, "mat", n_boot=50)
+    assert got == paired_difference([hits(0.6, 0), hits(0.6, 1)], [hits(0.5, 0), hits(0.5, 1)], "mat", n_boot=50)
+
+
+def test_verdicts_follow_the_interval():
+    a, b = [record("a", 0.6)], [record("b", 0.5)]
+    assert greater("a leads", paired(a, b, "mat"), ("a", "b")).answer == "supported"
+    assert greater("b leads", paired(b, a, "mat"), ("b", "a")).answer == "not reproduced here"
+    assert greater("a leads by far", paired(a, b, "mat"), ("a", "b"), by=2.0).answer == "not reproduced here"
+    same = paired(a, [record("c", 0.6, 0)], "alpha_marginal_1")
+    undecided = greater("equal", same, ("a", "c"), by=-1e-9)
+    assert undecided.answer == "supported" and undecided.estimate.value == 0
+    assert greater("equal", same, ("a", "c")).answer == "undecided at this scale"
+    assert str(undecided).startswith("equal: supported (alpha_marginal_1 of a minus c = 0.000")
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    (dict(seed=3), "no seed in common"), (dict(steps=20), "number of steps"), (dict(data="b"), "differ in their data"),
+    (dict(counts=False), "keeps no counts"),
+])
+def test_what_may_not_be_compared(other, message):
+    with pytest.raises(KvshotError, match=message):
+        paired([record("a", 0.6)], [record("b", 0.5, **other)], "mat")
+
+
+def test_parts_of_a_claim():
+    yes, no, open_ = "supported", "not reproduced here", "undecided at this scale"
+    assert combine([yes, yes]) == yes and combine([yes, no]) == no and combine([yes, open_]) == open_
+    assert combine([no, yes], "any") == yes and combine([no, open_], "any") == open_ and combine([no], "any") == no
+    with pytest.raises(KvshotError, match="without parts"):
+        combine([])
