@@ -1,5 +1,6 @@
 """How good a drafter is: step-wise acceptance, intervals, and the n-gram yardstick."""
 
+from kvshot.evaluation.decode import Decoded, DecodeReport, decode
 from kvshot.evaluation.metrics import (
     ConversationCounts,
     Estimate,
@@ -15,9 +16,12 @@ from kvshot.evaluation.metrics import (
 )
 from kvshot.evaluation.ngram import NgramModel, ngram_hits
 from kvshot.evaluation.stepwise import stepwise_hits
+from kvshot.evaluation.tree import TreeShape
 
 __all__ = [
     "ConversationCounts",
+    "DecodeReport",
+    "Decoded",
     "Estimate",
     "NgramModel",
     "PairedDifference",
@@ -25,6 +29,8 @@ __all__ = [
     "StepSummary",
     "StepwiseHits",
     "StepwiseSummary",
+    "TreeShape",
+    "decode",
     "mat",
     "ngram_hits",
     "paired_difference",

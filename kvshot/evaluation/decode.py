@@ -1,0 +1,190 @@
+"""Lossless speculative decoding: a drafter proposes a chain or a tree, the target reads it in one pass and decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvshot.drafters.drafter import Drafter
+from kvshot.drafters.injection import Given
+from kvshot.errors import KvshotError
+from kvshot.evaluation.tree import Tree, TreeShape, draft_tree
+from kvshot.targets import Target
+from kvshot.targets.session import Session
+
+
+@dataclass
+class DecodeReport:
+    """What happened. accepted: drafted tokens kept at each verify call; drafted: levels that its tree had.
+
+    seconds: "target", "drafter" and "host" (all the rest), prefill not included; prefill_seconds: the target's.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"target": 0.0, "drafter": 0.0, "host": 0.0})
+    prefill_seconds: float = 0.0
+
+    @property
+    def mat(self) -> float | None:
+        """Tokens a verify call, the target's own one included; None before the first call."""
+        return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else None
+
+    def acceptance(self) -> list[tuple[int, int]]:
+        """(accepted, tried) by draft position: tried where all before were accepted and a draft was there."""
+        out = []
+        for k in range(max(self.drafted, default=0)):
+            tried = [a for a, d in zip(self.accepted, self.drafted, strict=True) if d > k and a >= k]
+            out.append((sum(a > k for a in tried), len(tried)))
+        return out
+
+
+@dataclass
+class Decoded:
+    """tokens: what was generated, an end token included. report: how."""
+
+    tokens: list[int]
+    report: DecodeReport
+
+
+@torch.no_grad()
+def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_tokens: int = 128,
+           shape: TreeShape | None = None, temperature: float = 0.0, generator: torch.Generator | None = None,
+           eos_ids: Sequence[int] | None = None, on_tokens: Callable[[list[int]], None] | None = None) -> Decoded:
+    """Generate behind the prompt `ids`: exactly the target's greedy text, or samples of exactly its distribution.
+
+    shape: of the draft (default: a chain of 7). temperature 0 is greedy. eos_ids: default the target's own.
+    on_tokens(new): called with each round's tokens. Raises KvshotError for an empty prompt or a target whose cache
+    cannot take tokens back.
+    """
+    if not len(ids) or max_new_tokens < 1:
+        raise KvshotError("decoding needs a prompt of at least one token and room for a new one")
+    run = _Run(target, drafter, shape or TreeShape(), temperature, generator,
+               set(target.eos_ids if eos_ids is None else eos_ids))
+    new = run.start(list(ids))
+    tokens: list[int] = []
+    while True:
+        end = next((n + 1 for n, t in enumerate(new) if t in run.eos), None)
+        new = new[:end][: max_new_tokens - len(tokens)]
+        tokens += new
+        if on_tokens is not None:
+            on_tokens(new)
+        if end is not None or len(tokens) >= max_new_tokens:
+            return Decoded(tokens, run.report)
+        new = run.round(max_new_tokens - len(tokens))
+
+
+class _Run:
+    """One sequence: the target's session, the drafter's memory, and the chosen token that nobody has read."""
+
+    def __init__(self, target: Target, drafter: Drafter, shape: TreeShape, temperature: float, generator, eos) -> None:
+        self.target, self.drafter, self.shape, self.eos = target, drafter, shape, eos
+        self.temperature, self.generator = temperature, generator
+        self.session = Session(target, drafter.config.hidden_needed)
+        self.score = target.scorer()
+        self.memory, self.fused, self.report = None, None, DecodeReport()
+
+    def start(self, ids: list[int]) -> list[int]:
+        """Read the prompt; the first new token."""
+        began = self._now()
+        final = self.session.read(torch.tensor(ids, device=self.target.device))
+        self.report.prefill_seconds = self._now() - began
+        self.root = self._choose(self.score(final[-1:]))
+        self._remember([*ids[1:], self.root])
+        return [self.root]
+
+    def round(self, room: int) -> list[int]:
+        """Draft, verify, keep: 1 to levels + 1 new tokens, `room` at most."""
+        began = self._now()
+        before = dict(self.report.seconds)
+        levels = min(self.shape.levels, room - 1)
+        shape = TreeShape(levels, self.shape.top_k, self.shape.max_nodes)
+        device = self.target.device
+        with self._timed("drafter"):
+            root = torch.tensor([self.root], device=device)
+            tree = draft_tree(self.drafter, self.memory, self.fused, root, self.session.length - 1, shape)
+        with self._timed("target"):
+            tree_like = () if tree.is_chain() else (tree.depth, tree.sees())
+            scores = self.score(self.session.read(tree.tokens, *tree_like))
+        path, bonus = self._walk(tree, scores)
+        tokens = tree.tokens[path[1:]].tolist()
+        ends = next((n for n, t in enumerate(tokens) if t in self.eos), None)
+        self.report.accepted.append(len(tokens) if ends is None else ends + 1)
+        self.report.drafted.append(levels)
+        self.session.keep(path)
+        new = [*tokens, bonus]
+        self.root = bonus
+        with self._timed("drafter"):
+            self._remember(new)
+        spent = sum(self.report.seconds.values()) - sum(before.values())
+        self.report.seconds["host"] += self._now() - began - spent
+        return new
+
+    def _remember(self, following: list[int]) -> None:
+        """The drafter's memory of the tokens just read and kept; `following`: the token after each."""
+        config, session = self.drafter.config, self.session
+        hidden = None if session.hidden is None else session.hidden[None]
+        keys, values = session.keys_values(config.kv_needed) if config.kv_needed else (None, None)
+        given = Given(hidden, keys, values)
+        tokens = torch.tensor([following], device=self.target.device)
+        self.memory = self.drafter.remember(given, tokens, self.memory)
+        self.fused = self.drafter.fuse(None if hidden is None else hidden[:, :, -1:])
+
+    def _walk(self, tree: Tree, scores: Tensor) -> tuple[list[int], int]:
+        """The accepted path of nodes, from the root, and the target's own token behind it."""
+        tokens, parent = tree.tokens.tolist(), tree.parent.tolist()
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(tokens)):
+            children.setdefault(parent[node], []).append(node)
+        greedy = scores.argmax(-1).tolist() if self.temperature == 0 else None
+        path = [0]
+        while True:
+            below = children.get(path[-1], [])
+            if greedy is not None:
+                own = greedy[path[-1]]
+                following = next((n for n in below if tokens[n] == own), None)
+            else:
+                following, own = self._accept(scores[path[-1]], below, tokens)
+            if following is None:
+                return path, own
+            path.append(following)
+
+    def _accept(self, scores: Tensor, below: list[int], tokens: list[int]) -> tuple[int | None, int]:
+        """One place of the sampled text: a child, each with the probability left for its token, or another token."""
+        p = self._probabilities(scores)
+        for node in below:
+            if self._uniform() < float(p[tokens[node]]):
+                return node, tokens[node]
+            p[tokens[node]] = 0.0
+            p = p / p.sum()
+        return None, self._sample(p)
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        return (scores.double() / self.temperature).softmax(-1).cpu()
+
+    def _uniform(self) -> float:
+        return float(torch.rand((), dtype=torch.float64, generator=self.generator))
+
+    def _sample(self, p: Tensor) -> int:
+        return int(torch.multinomial(p, 1, generator=self.generator))
+
+    def _choose(self, scores: Tensor) -> int:
+        if self.temperature == 0:
+            return int(scores[-1].argmax())
+        return self._sample(self._probabilities(scores[-1]))
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self._now()
+        yield
+        self.report.seconds[what] += self._now() - began
