@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from kvshot.drafters import DrafterConfig
+from kvshot.evaluation.tree import Tree
 from kvshot.viz import GREY, PALETTE, SMALL, WIDTH
 
 TOKEN, STATE, OWN, TARGET = GREY, PALETTE[0], PALETTE[2], PALETTE[1]
@@ -86,3 +87,35 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], ben
     color = STATE if bend else GREY
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=8, linewidth=1.0, color=color,
                                    connectionstyle=f"arc3,rad={bend}", zorder=1, shrinkA=0, shrinkB=0))
+
+
+def draft_tree(tokenizer, tree: Tree, path: Sequence[int]) -> Figure:
+    """A tree of drafts, a column a level: nodes that the target accepted are filled and joined by a bold line."""
+    parent, depth = tree.parent.tolist(), tree.depth.tolist()
+    leaves = [n for n in range(len(parent)) if n not in parent[1:]]
+    order: list[int] = []
+
+    def visit(node: int) -> None:
+        children = [n for n in range(1, len(parent)) if parent[n] == node]
+        for child in children:
+            visit(child)
+        y[node] = sum(y[c] for c in children) / len(children) if children else float(-len(order))
+        if not children:
+            order.append(node)
+
+    y: dict[int, float] = {}
+    visit(0)
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.34 * max(len(leaves), 3) + 0.4))
+    for node in range(len(parent)):
+        good = node in path
+        if node:
+            axes.plot([depth[parent[node]] + 0.42, depth[node] - 0.42], [y[parent[node]], y[node]], zorder=1,
+                      color=OWN if good else GREY, linewidth=2.4 if good else 0.8)
+        text = repr(tokenizer.decode([int(tree.tokens[node])]))[1:-1].replace(" ", "\u2423")
+        axes.text(depth[node], y[node], text, ha="center", va="center", fontsize=SMALL - 1, zorder=2,
+                  bbox=dict(boxstyle="round,pad=0.25", facecolor=OWN if good else "white",
+                            edgecolor=OWN if good else GREY, linewidth=0.8), color="white" if good else "#222222")
+    axes.set(xlim=(-0.6, max(depth) + 0.6), ylim=(min(y.values()) - 0.6, max(y.values()) + 0.6))
+    axes.axis("off")
+    plt.close(figure)
+    return figure

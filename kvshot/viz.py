@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from kvshot.drafters import Round
 from kvshot.errors import KvshotError
-from kvshot.evaluation import StepwiseSummary
+from kvshot.evaluation import DecodeReport, StepwiseSummary
 from kvshot.experiments import EXPERIMENTS, cost
 from kvshot.targets import Target
 
@@ -201,6 +201,18 @@ def answer_decoding_table(path: str | Path) -> pd.DataFrame:
              for r, rate in zip(rows, rates, strict=True)]
     columns = ["answers kept", "dropped as looping", "5-gram predicts", "repeats itself"]
     return pd.DataFrame(cells, [f"{r['temperature']:g}" for r in rows], columns).rename_axis(columns="temperature")
+
+
+def decode_table(reports: Mapping[str, Sequence[DecodeReport]], positions: int = 4) -> pd.DataFrame:
+    """Verify calls, MAT, and the share accepted at the first positions among those tried; pooled over texts."""
+    rows = {}
+    for name, several in reports.items():
+        r = DecodeReport.pooled(several)
+        shares = [f"{got / tried:.2f} ({tried})" if tried else "-" for got, tried in r.acceptance()[:positions]]
+        shares += ["-"] * (positions - len(shares))
+        rows[name] = [len(r.accepted), f"{r.mat:.2f}" if r.mat else "-", *shares]
+    columns = ["verify calls", "MAT", *(f"draft {k + 1} accepted (tried)" for k in range(positions))]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
 def recipe_table(path: str | Path) -> pd.DataFrame:

@@ -10,12 +10,13 @@ import pytest
 
 from kvshot.drafters import Round
 from kvshot.errors import KvshotError
-from kvshot.evaluation import StepwiseHits, summarise
+from kvshot.evaluation import DecodeReport, StepwiseHits, summarise
 from kvshot.viz import (
     Decay,
     alpha_decay,
     answer_decoding_table,
     decay_table,
+    decode_table,
     learning_curve,
     rates_table,
     recipe_table,
@@ -111,6 +112,13 @@ def test_rounds_say_what_became_of_each_proposal():
     one = Round(drafted=[5, 6, 7], probability=[0.9, 0.5, 0.1], chosen=[5, 8, 9, 4], accepted=1)
     assert round_table(tokenizer, one)[""].tolist() == ["accepted", "rejected", "not reached"]
     assert rounds_table(tokenizer, [one]).loc[0].tolist() == [1, "'5'", "'8'"]
+
+
+def test_the_table_of_decoding_pools_verify_calls():
+    one, two = DecodeReport([2, 0], [2, 2]), DecodeReport([1], [1])
+    table = decode_table({"chain": [one, two], "none": [DecodeReport()]}, positions=3)
+    assert table.loc["chain"].tolist() == [3, "2.00", "0.67 (3)", "1.00 (1)", "-"]
+    assert table.loc["none"].tolist() == [0, "-", "-", "-", "-"]
 
 
 def test_the_table_of_recipes(tmp_path):

@@ -1,6 +1,6 @@
 """How good a drafter is: step-wise acceptance, intervals, and the n-gram yardstick."""
 
-from kvshot.evaluation.decode import Decoded, DecodeReport, decode
+from kvshot.evaluation.decode import Decoded, DecodeReport, decode, plain_decode
 from kvshot.evaluation.metrics import (
     ConversationCounts,
     Estimate,
@@ -34,6 +34,7 @@ __all__ = [
     "mat",
     "ngram_hits",
     "paired_difference",
+    "plain_decode",
     "retention",
     "stepwise_hits",
     "summarise",

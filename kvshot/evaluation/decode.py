@@ -35,6 +35,13 @@ class DecodeReport:
         """Tokens a verify call, the target's own one included; None before the first call."""
         return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else None
 
+    @classmethod
+    def pooled(cls, reports: Sequence[DecodeReport]) -> DecodeReport:
+        """Several texts as one: rates pool verify calls, they are no means of means."""
+        seconds = {part: sum(r.seconds[part] for r in reports) for part in cls().seconds}
+        return cls([a for r in reports for a in r.accepted], [d for r in reports for d in r.drafted], seconds,
+                   sum(r.prefill_seconds for r in reports))
+
     def acceptance(self) -> list[tuple[int, int]]:
         """(accepted, tried) by draft position: tried where all before were accepted and a draft was there."""
         out = []
@@ -55,17 +62,19 @@ class Decoded:
 @torch.no_grad()
 def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_tokens: int = 128,
            shape: TreeShape | None = None, temperature: float = 0.0, generator: torch.Generator | None = None,
-           eos_ids: Sequence[int] | None = None, on_tokens: Callable[[list[int]], None] | None = None) -> Decoded:
+           eos_ids: Sequence[int] | None = None, on_tokens: Callable[[list[int]], None] | None = None,
+           on_round: Callable[[Tree, list[int], int], None] | None = None) -> Decoded:
     """Generate behind the prompt `ids`: exactly the target's greedy text, or samples of exactly its distribution.
 
     shape: of the draft (default: a chain of 7). temperature 0 is greedy. eos_ids: default the target's own.
-    on_tokens(new): called with each round's tokens. Raises KvshotError for an empty prompt or a target whose cache
-    cannot take tokens back.
+    on_tokens(new): called with each round's tokens; on_round(tree, path, own): with what was drafted, the nodes
+    accepted (the root first) and the target's own token behind them. Raises KvshotError for an empty prompt or a target
+    whose cache cannot take tokens back.
     """
     if not len(ids) or max_new_tokens < 1:
         raise KvshotError("decoding needs a prompt of at least one token and room for a new one")
     run = _Run(target, drafter, shape or TreeShape(), temperature, generator,
-               set(target.eos_ids if eos_ids is None else eos_ids))
+               set(target.eos_ids if eos_ids is None else eos_ids), on_round)
     new = run.start(list(ids))
     tokens: list[int] = []
     while True:
@@ -79,12 +88,26 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
         new = run.round(max_new_tokens - len(tokens))
 
 
+@torch.no_grad()
+def plain_decode(target: Target, ids: Sequence[int], max_new_tokens: int, *, eos_ids: Sequence[int] | None = None
+                 ) -> list[int]:
+    """Greedy decoding, a token a pass, with the same cache: what `decode` must equal, and the fair baseline."""
+    eos = set(target.eos_ids if eos_ids is None else eos_ids)
+    session, score, tokens = Session(target), target.scorer(), []
+    fed = torch.tensor(list(ids), device=target.device)
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos):
+        fed = score(session.read(fed)[-1:]).argmax(-1)
+        tokens.append(int(fed))
+    return tokens
+
+
 class _Run:
     """One sequence: the target's session, the drafter's memory, and the chosen token that nobody has read."""
 
-    def __init__(self, target: Target, drafter: Drafter, shape: TreeShape, temperature: float, generator, eos) -> None:
+    def __init__(self, target: Target, drafter: Drafter, shape: TreeShape, temperature: float, generator, eos,
+                 on_round=None) -> None:
         self.target, self.drafter, self.shape, self.eos = target, drafter, shape, eos
-        self.temperature, self.generator = temperature, generator
+        self.temperature, self.generator, self.on_round = temperature, generator, on_round
         self.session = Session(target, drafter.config.hidden_needed)
         self.score = target.scorer()
         self.memory, self.fused, self.report = None, None, DecodeReport()
@@ -112,6 +135,8 @@ class _Run:
             tree_like = () if tree.is_chain() else (tree.depth, tree.sees())
             scores = self.score(self.session.read(tree.tokens, *tree_like))
         path, bonus = self._walk(tree, scores)
+        if self.on_round is not None:
+            self.on_round(tree, path, bonus)
         tokens = tree.tokens[path[1:]].tolist()
         ends = next((n for n, t in enumerate(tokens) if t in self.eos), None)
         self.report.accepted.append(len(tokens) if ends is None else ends + 1)

@@ -15,7 +15,7 @@ from scipy import stats
 from kvshot.data import DraftVocab
 from kvshot.drafters import Drafter, DrafterConfig, Given, new_drafter
 from kvshot.errors import KvshotError
-from kvshot.evaluation.decode import _Run, decode
+from kvshot.evaluation.decode import _Run, decode, plain_decode
 from kvshot.evaluation.tree import TreeShape, draft_tree
 from kvshot.targets import Target, capture
 from kvshot.targets.session import Session
@@ -75,7 +75,7 @@ def test_greedy_text_is_the_targets_own(data):
     eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 20))
     parts: list[int] = []
     got = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos, on_tokens=parts.extend)
-    assert got.tokens == parts == plain(target, ids, n, eos)
+    assert got.tokens == parts == plain(target, ids, n, eos) == plain_decode(target, ids, n, eos_ids=eos)
     assert all(0 <= a <= d <= shape.levels for a, d in zip(got.report.accepted, got.report.drafted, strict=True))
 
 
