@@ -20,6 +20,7 @@ from kvshot.evaluation.tree import TreeShape, draft_tree
 from kvshot.targets import Target, capture
 from kvshot.targets.session import Session
 from kvshot.targets.smoke import smoke_tokenizer
+from kvshot.training.ttt import unroll
 
 STATES, KV = dict(hidden_layers=(1, 2, 3)), dict(kv_layers=(0, 2), injection="linear+rope")
 KINDS = {
@@ -136,6 +137,29 @@ def test_caches_equal_a_fresh_computation_after_every_round(kind):
                 torch.testing.assert_close(mine[source].values, theirs[source].values)
         if c.reads_hidden:
             torch.testing.assert_close(run.fused, drafter.fuse(context.hidden[:, :, -1:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_is_accepted_as_far_as_the_offline_evaluation_says(kind):
+    """The closed loop: a round behind column i keeps the leading hits of column i, teacher-forced on greedy text."""
+    levels, ids = 3, [4, 5, 1]
+    target, drafter = make_target(7), make_drafter(7, kind, 1)
+    got = decode(target, drafter, ids, max_new_tokens=60, shape=TreeShape(levels), eos_ids=())
+    text, c = torch.tensor([ids + got.tokens]), drafter.config
+    context = capture(target, text, hidden_layers=c.hidden_needed, kv_layers=c.kv_needed)
+    columns = torch.arange(text.shape[1] - levels - 1)[None]
+    with torch.no_grad():
+        states = unroll(drafter, text, Given(context.hidden, context.keys, context.values), columns, levels)
+        width = columns.shape[1]
+        hits = torch.stack([drafter.vocab_ids[drafter.logits(s).argmax(-1)][0] == text[0, 2 + k : 2 + k + width]
+                            for k, s in enumerate(states)], -1)
+    column = len(ids) - 1
+    for accepted, drafted in zip(got.report.accepted, got.report.drafted, strict=True):
+        if drafted < levels or column >= columns.shape[1]:
+            break
+        assert accepted == int(hits[column].long().cumprod(0).sum())
+        column += accepted + 1
+    assert column > 40
 
 
 def test_a_drafter_that_is_the_target_is_never_wrong():
