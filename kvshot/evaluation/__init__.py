@@ -1,6 +1,6 @@
 """How good a drafter is: step-wise acceptance, intervals, and the n-gram yardstick."""
 
-from kvshot.evaluation.decode import Decoded, DecodeReport, decode, plain_decode
+from kvshot.evaluation.decode import Decoded, DecodeReport, decode, for_generate, plain_decode
 from kvshot.evaluation.metrics import (
     ConversationCounts,
     Estimate,
@@ -31,6 +31,7 @@ __all__ = [
     "StepwiseSummary",
     "TreeShape",
     "decode",
+    "for_generate",
     "mat",
     "ngram_hits",
     "paired_difference",

@@ -59,26 +59,31 @@ class Decoded:
     report: DecodeReport
 
 
+Process = Callable[[list[int], Tensor], Tensor]
+
+
 @torch.no_grad()
 def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_tokens: int = 128,
            shape: TreeShape | None = None, temperature: float = 0.0, generator: torch.Generator | None = None,
            eos_ids: Sequence[int] | None = None, on_tokens: Callable[[list[int]], None] | None = None,
-           on_round: Callable[[Tree, list[int], int], None] | None = None) -> Decoded:
+           on_round: Callable[[Tree, list[int], int], None] | None = None, process: Process | None = None,
+           stop: Callable[[list[int]], bool] | None = None) -> Decoded:
     """Generate behind the prompt `ids`: exactly the target's greedy text, or samples of exactly its distribution.
 
     shape: of the draft (default: a chain of 7). temperature 0 is greedy. eos_ids: default the target's own.
     on_tokens(new): called with each round's tokens; on_round(tree, path, own): with what was drafted, the nodes
-    accepted (the root first) and the target's own token behind them. Raises KvshotError for an empty prompt or a target
-    whose cache cannot take tokens back.
+    accepted (the root first) and the target's own token behind them. process(text, scores): changes the target's scores
+    [V] for the token after `text` before anything is chosen. stop(new): asked after every token, with all so far.
+    Raises KvshotError for an empty prompt or a target whose cache cannot take tokens back.
     """
     if not len(ids) or max_new_tokens < 1:
         raise KvshotError("decoding needs a prompt of at least one token and room for a new one")
     run = _Run(target, drafter, shape or TreeShape(), temperature, generator,
-               set(target.eos_ids if eos_ids is None else eos_ids), on_round)
+               set(target.eos_ids if eos_ids is None else eos_ids), on_round, process)
     new = run.start(list(ids))
     tokens: list[int] = []
     while True:
-        end = next((n + 1 for n, t in enumerate(new) if t in run.eos), None)
+        end = next((n + 1 for n, t in enumerate(new) if t in run.eos or stop and stop(tokens + new[: n + 1])), None)
         new = new[:end][: max_new_tokens - len(tokens)]
         tokens += new
         if on_tokens is not None:
@@ -86,6 +91,43 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
         if end is not None or len(tokens) >= max_new_tokens:
             return Decoded(tokens, run.report)
         new = run.round(max_new_tokens - len(tokens))
+
+
+def for_generate(target: Target, drafter: Drafter, shape: TreeShape | None = None) -> Callable:
+    """`model.generate(ids, custom_generate=for_generate(target, drafter), ...)`: transformers' call, our decoding.
+
+    Everything in the user's generation configuration that acts on one sequence counts: sampling, logits processors,
+    lengths, ends, streamers. Raises KvshotError for a batch, beams, or another model than the target's.
+    """
+    def generate(model, input_ids, logits_processor=(), stopping_criteria=(), generation_config=None, streamer=None,
+                 **model_kwargs):
+        mask = model_kwargs.get("attention_mask")
+        if model is not target.model:
+            raise KvshotError("the drafter was made for another model: call generate on target.model")
+        if len(input_ids) != 1 or generation_config.num_beams > 1 or mask is not None and not bool(mask.all()):
+            raise KvshotError("speculative decoding takes one sequence without padding, and no beams")
+
+        def process(text: list[int], scores: Tensor) -> Tensor:
+            return logits_processor(torch.tensor([text], device=scores.device), scores[None])[0]
+
+        def stop(new: list[int]) -> bool:
+            text = torch.cat([input_ids, torch.tensor([new], device=input_ids.device)], 1)
+            return bool(stopping_criteria(text, None).all())
+
+        def stream(new: list[int]) -> None:
+            for token in new:
+                streamer.put(torch.tensor([token]))
+
+        out = decode(target, drafter, input_ids[0].tolist(), shape=shape, eos_ids=(),
+                     max_new_tokens=generation_config.max_length - input_ids.shape[1],
+                     temperature=1.0 if generation_config.do_sample else 0.0,  # the processors hold the user's own
+                     process=process if len(logits_processor) else None, stop=stop if len(stopping_criteria) else None,
+                     on_tokens=None if streamer is None else stream)
+        if streamer is not None:
+            streamer.end()
+        return torch.cat([input_ids, torch.tensor([out.tokens], device=input_ids.device)], 1)
+
+    return generate
 
 
 @torch.no_grad()
@@ -105,9 +147,10 @@ class _Run:
     """One sequence: the target's session, the drafter's memory, and the chosen token that nobody has read."""
 
     def __init__(self, target: Target, drafter: Drafter, shape: TreeShape, temperature: float, generator, eos,
-                 on_round=None) -> None:
+                 on_round=None, process: Process | None = None) -> None:
         self.target, self.drafter, self.shape, self.eos = target, drafter, shape, eos
         self.temperature, self.generator, self.on_round = temperature, generator, on_round
+        self.process, self.text = process, []
         self.session = Session(target, drafter.config.hidden_needed)
         self.score = target.scorer()
         self.memory, self.fused, self.report = None, None, DecodeReport()
@@ -117,7 +160,9 @@ class _Run:
         began = self._now()
         final = self.session.read(torch.tensor(ids, device=self.target.device))
         self.report.prefill_seconds = self._now() - began
-        self.root = self._choose(self.score(final[-1:]))
+        scores = self._processed(self.score(final[-1]), ids)
+        self.root = int(scores.argmax()) if self.temperature == 0 else self._sample(self._probabilities(scores))
+        self.text = [*ids, self.root]
         self._remember([*ids[1:], self.root])
         return [self.root]
 
@@ -143,7 +188,7 @@ class _Run:
         self.report.drafted.append(levels)
         self.session.keep(path)
         new = [*tokens, bonus]
-        self.root = bonus
+        self.root, self.text = bonus, self.text + new
         with self._timed("drafter"):
             self._remember(new)
         spent = sum(self.report.seconds.values()) - sum(before.values())
@@ -166,18 +211,26 @@ class _Run:
         children: dict[int, list[int]] = {}
         for node in range(1, len(tokens)):
             children.setdefault(parent[node], []).append(node)
-        greedy = scores.argmax(-1).tolist() if self.temperature == 0 else None
+        plain = self.temperature == 0 and self.process is None
+        greedy = scores.argmax(-1).tolist() if plain else None  # one transfer for all nodes
         path = [0]
         while True:
             below = children.get(path[-1], [])
-            if greedy is not None:
+            if plain:
                 own = greedy[path[-1]]
+            else:
+                here = self._processed(scores[path[-1]], self.text + [tokens[n] for n in path[1:]])
+                own = int(here.argmax())
+            if self.temperature == 0:
                 following = next((n for n in below if tokens[n] == own), None)
             else:
-                following, own = self._accept(scores[path[-1]], below, tokens)
+                following, own = self._accept(here, below, tokens)
             if following is None:
                 return path, own
             path.append(following)
+
+    def _processed(self, scores: Tensor, text: list[int]) -> Tensor:
+        return scores if self.process is None else self.process(text, scores)
 
     def _accept(self, scores: Tensor, below: list[int], tokens: list[int]) -> tuple[int | None, int]:
         """One place of the sampled text: a child, each with the probability left for its token, or another token."""
@@ -197,11 +250,6 @@ class _Run:
 
     def _sample(self, p: Tensor) -> int:
         return int(torch.multinomial(p, 1, generator=self.generator))
-
-    def _choose(self, scores: Tensor) -> int:
-        if self.temperature == 0:
-            return int(scores[-1].argmax())
-        return self._sample(self._probabilities(scores[-1]))
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":

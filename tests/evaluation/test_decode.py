@@ -15,7 +15,7 @@ from scipy import stats
 from kvshot.data import DraftVocab
 from kvshot.drafters import Drafter, DrafterConfig, Given, new_drafter
 from kvshot.errors import KvshotError
-from kvshot.evaluation.decode import _Run, decode, plain_decode
+from kvshot.evaluation.decode import _Run, decode, for_generate, plain_decode
 from kvshot.evaluation.tree import TreeShape, draft_tree
 from kvshot.targets import Target, capture
 from kvshot.targets.session import Session
@@ -172,6 +172,53 @@ def test_a_drafter_that_is_the_target_is_never_wrong():
     assert got.report.accepted == [5] * 4 and got.report.mat == 6.0
     assert got.report.acceptance() == [(4, 4)] * 5
     assert got.tokens == plain(target, [2, 9], 25, set())
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(eos_token_id=3), dict(repetition_penalty=1.7), dict(no_repeat_ngram_size=2),
+    dict(min_new_tokens=9, eos_token_id=3),
+], ids=str)
+def test_transformers_generate_gives_the_same_text(options):
+    target, drafter = make_target(11), make_drafter(11, "hybrid")
+    ids = torch.tensor([[4, 8, 1]])
+    common = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, **options)
+    expected = target.model.generate(ids, **common)
+    for shape in (TreeShape(3), TreeShape(3, 3, 8)):
+        got = target.model.generate(ids, custom_generate=for_generate(target, drafter, shape), **common)
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+def test_transformers_generate_samples_with_its_own_warpers():
+    """top-k and temperature cut the target's distribution before anything is accepted."""
+    target, drafter, n = make_target(5), make_drafter(5, "hybrid"), 1200
+    ids, counts = torch.tensor([[1, 2]]), np.zeros((5, 5))
+    torch.manual_seed(0)
+    for _ in range(n):
+        got = target.model.generate(ids, custom_generate=for_generate(target, drafter, TreeShape(2, 2)), do_sample=True,
+                                    temperature=0.8, top_k=3, max_new_tokens=2, pad_token_id=0)
+        counts[tuple(got[0, 2:].tolist())] += 1
+    exact = np.zeros((5, 5))
+    for a in range(5):
+        with torch.no_grad():
+            scores = target.model(torch.tensor([[1, 2, a]])).logits[0, 1:] / 0.8
+        p = scores.masked_fill(scores < scores.topk(3).values[:, -1:], -torch.inf).softmax(-1).numpy()
+        exact[a] = p[0, a] * p[1]
+    assert counts[exact == 0].sum() == 0
+    often = exact * n >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(exact[often], exact[~often].sum()) * n
+    keep = expected > 0
+    assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_generate_refuses_what_it_cannot_do():
+    target, drafter = make_target(11), make_drafter(11, "eagle3")
+    ours = for_generate(target, drafter)
+    with pytest.raises(KvshotError, match="one sequence"):
+        target.model.generate(torch.tensor([[1, 2], [3, 4]]), custom_generate=ours, max_new_tokens=2, pad_token_id=0)
+    with pytest.raises(KvshotError, match="made for"):
+        make_target(13).model.generate(torch.tensor([[1, 2]]), custom_generate=ours, max_new_tokens=2, pad_token_id=0)
 
 
 def test_the_tree_holds_the_best_paths():
