@@ -189,6 +189,9 @@ def capture(profile: ProfileOption = "laptop", only: OnlyOption = None, data: Da
 
     bench = _bench(profile, device, data, [e.name for e in select(only)] if only else ["eagle3"])
     for name in bench.conversations:
+        if name == "train" and bench.profile.online:
+            console.print("train: nothing to store, the target runs during training")
+            continue
         store = bench.store(name)
         console.print(f"{store.folder}: {len(store)} sequences, {store.n_tokens} tokens")
 
@@ -212,7 +215,7 @@ def train(
     bench = _bench(profile, device, data, [experiment])
     given = {k: v for k, v in {"steps": steps, "lr": lr, "seed": seed}.items() if v is not None}
     out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
-    record = run(bench, experiment, out, recipe(bench, experiment, **given), out / "record.json",
+    record = run(bench, experiment, out, recipe(bench.profile, experiment, **given), out / "record.json",
                  start=start and out.parent / f"{start}-seed{seed}" / "best")
     show_record(record)
     console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
@@ -249,20 +252,22 @@ def experiments(
     profile: ProfileOption = "laptop",
     only: OnlyOption = None,
     results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
-    device: DeviceOption = "cpu",
 ) -> None:
     """List the experiments: what they test, what they cost, which records exist."""
     from kvshot.experiments.campaign import records_of
     from kvshot.experiments.cost import cost
+    from kvshot.experiments.dry_run import shape_of
+    from kvshot.experiments.profiles import profile as find
     from kvshot.experiments.registry import select
 
-    bench = _bench(profile, device, None)
-    table = Table(title=f"profile {profile}: {bench.profile.target}, {bench.profile.train.steps} steps a run")
+    chosen = find(profile)
+    target = shape_of(chosen.target)
+    table = Table(title=f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
     for name, justify in {"experiment": "left", "tables": "left", "tests": "left", "parameters": "right",
                           "MFLOP a draft step": "right", "minutes": "right", "seeds done": "left"}.items():
         table.add_column(name, justify=justify)
     for e in select(only or ()):
-        spent = cost(e.config(bench.target, bench.profile.draft_vocab_size))
+        spent = cost(e.config(target, chosen.draft_vocab_size))
         done = records_of(e.name, results / profile)
         minutes = [f"{r.training.wall_seconds / 60:.0f}" for r in done.values() if r.training]
         table.add_row(e.name + (" *" if e.decisive else ""), " ".join(e.tables), e.about,

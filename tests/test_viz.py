@@ -115,7 +115,7 @@ def test_rounds_say_what_became_of_each_proposal():
 
 
 def test_the_table_of_decoding_pools_verify_calls():
-    one, two = DecodeReport([2, 0], [2, 2]), DecodeReport([1], [1])
+    one, two = DecodeReport([2, 0], [2, 1], [3, 1]), DecodeReport([1], [1], [2])
     table = decode_table({"chain": [one, two], "none": [DecodeReport()]}, positions=3)
     assert table.loc["chain"].tolist() == [3, "2.00", "0.67 (3)", "1.00 (1)", "-"]
     assert table.loc["none"].tolist() == [0, "-", "-", "-", "-"]

@@ -26,6 +26,7 @@ def target_as_drafter(target: Target, ids: torch.Tensor, n_steps: int = 7) -> pd
     drafter = new_drafter(target, config, vocab, seed=0, init="layers").to(target.dtype)
     context = capture(target, ids, hidden_layers=(), kv_layers=config.kv_needed)
     given, scores = Given(keys=context.keys, values=context.values), target.logits(context.final)
+    ids = context.ids
     columns = torch.arange(ids.shape[1] - 1 - n_steps, device=ids.device).expand(ids.shape[0], -1)
     rows = []
     for k, state in enumerate(unroll(drafter, ids, given, columns, n_steps)):

@@ -74,11 +74,19 @@ class Corpus:
         """Write every split as compressed JSONL, then the recipe with their hashes; returns the corpus."""
         folder = Path(folder)
         files = {}
-        for split, conversations in splits.items():
-            path = folder / f"{split}.jsonl.xz"
-            write_conversations(path, conversations)
-            files[split] = SplitInfo(file=path.name, sha256=sha256_file(path), conversations=len(conversations),
-                                     answer_tokens=sum(c.meta.get("answer_tokens", 0) for c in conversations))
+        # all of them beside the old ones first: a full disk or a kill must not leave a data set of two halves
+        fresh = {split: folder / f"new-{split}.jsonl.xz" for split in splits}
+        try:
+            for split, conversations in splits.items():
+                write_conversations(fresh[split], conversations)
+                files[split] = SplitInfo(
+                    file=f"{split}.jsonl.xz", sha256=sha256_file(fresh[split]), conversations=len(conversations),
+                    answer_tokens=sum(c.meta.get("answer_tokens", 0) for c in conversations))
+            for split, path in fresh.items():
+                path.replace(folder / files[split].file)
+        finally:
+            for path in fresh.values():
+                path.unlink(missing_ok=True)
         info = CorpusInfo(name=name, recipe=dict(recipe), splits=files)
         with atomic_file(folder / RECIPE) as tmp:
             tmp.write_text(info.model_dump_json(indent=1) + "\n")

@@ -306,7 +306,7 @@ OWN_SPLITS = ("train", "validation", "held_out")
 
 def extend_corpus(folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None
                   ) -> tuple[Corpus, Report]:
-    """Synthesise on behind the last block of a corpus, until it holds `answer_tokens` of its target's own text.
+    """Synthesise on behind the last block of a corpus, until `answer_tokens` of its target's own text were kept.
 
     New conversations that resemble neither an earlier nor a held-out one go to the end of the training split; the other
     splits stay as they are. Returns the corpus and the report on the new blocks. Raises KvshotError when the corpus was

@@ -60,7 +60,7 @@ def load_drafter(folder: str | os.PathLike, target: Target) -> tuple[Drafter, Dr
                                   vocab_size=config.target_vocab_size, size=config.draft_vocab_size)
     if vocab.sha256 != about.vocab_sha256:
         raise KvshotError(f"{folder} holds another draft vocabulary than its config.json names: fetch it again")
-    drafter = Drafter(config, target.embedding_weight.float(), vocab.ids.to(target.device))
+    drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
     _load_strictly(drafter, tensors, Path(folder))
     return drafter.to(target.device).eval(), vocab
 

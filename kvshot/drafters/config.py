@@ -108,7 +108,20 @@ class DrafterConfig(BaseModel):
             "norm_eps": target.norm_eps, "rope_theta": target.rope_theta,
             "target_vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
         }
-        return checked(cls, {**shape, **choices})
+        config = checked(cls, {**shape, **choices})
+        if config.kv_needed:
+            _check_rope(target, config.kv_needed)
+        return config
+
+
+def _check_rope(target: Target, layers: tuple[int, ...]) -> None:
+    """A drafter turns the target's keys back with plain RoPE over the whole head: nothing else would come off."""
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    plain = rope.get("rope_type", "default") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
+    if not plain or not all(getattr(target.decoder.layers[j].self_attn, "use_rope", True) for j in layers):
+        raise KvshotError(f"the keys of {target.name} carry another rotation than plain RoPE ({rope}): its keys and "
+                          "values cannot be reused yet; use hidden states")
 
 
 def checked(cls, fields: dict):

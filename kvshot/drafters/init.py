@@ -27,7 +27,7 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
     Raises KvshotError for a target whose blocks are of another kind.
     """
     generator = torch.Generator().manual_seed(seed)
-    drafter = Drafter(config, target.embedding_weight.float(), vocab.ids.to(target.device))
+    drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             weight = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
@@ -50,7 +50,8 @@ def _start_from_head(drafter: Drafter, target: Target) -> None:
     if not hasattr(target.decoder, "norm") or target.config.model_type.startswith("gemma"):
         raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use init='random'")
     drafter.lm_head.weight.data.copy_(target.head_weight[drafter.vocab_ids])
-    drafter.norm.weight.data.copy_(target.decoder.norm.weight)
+    if config.hidden_layers[-1:] != (target.n_layers,):  # that state has passed the target's norm already
+        drafter.norm.weight.data.copy_(target.decoder.norm.weight)
     if config.reads_hidden:
         drafter.fc.weight.data[:, -d:] += torch.eye(d, device=target.device)
 
@@ -118,6 +119,10 @@ def warm_start(drafter: Drafter, other: Drafter) -> list[str]:
     All of `other` must find its place. Returns the names of the weights that keep their own start. Raises KvshotError
     when the two do not share vocabulary or shapes, or the drafter has other new weights than a hybrid's.
     """
+    for what in ("hidden_layers", "rope_theta", "norm_eps", "qk_norm", "depth"):
+        if getattr(drafter.config, what) != getattr(other.config, what):
+            raise KvshotError(f"cannot start from that checkpoint: the two drafters differ in {what} "
+                              f"({getattr(drafter.config, what)}, there {getattr(other.config, what)})")
     if not torch.equal(drafter.vocab_ids, other.vocab_ids):
         raise KvshotError("the two drafters have other draft vocabularies: train both on the same data")
     mine, theirs = drafter.state_dict(), other.state_dict()

@@ -20,35 +20,38 @@ from kvshot.targets.session import Session
 
 @dataclass
 class DecodeReport:
-    """What happened. accepted: drafted tokens kept at each verify call; drafted: levels that its tree had.
+    """What happened at each verify call.
 
+    accepted: drafted tokens that were right; tried: those that stood at the place where they were wanted, right or not
+    (accepted, or one more); kept: tokens added, the target's own included, nothing behind an end token counted.
     seconds: "target", "drafter" and "host" (all the rest), prefill not included; prefill_seconds: the target's.
     """
 
     accepted: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"target": 0.0, "drafter": 0.0, "host": 0.0})
     prefill_seconds: float = 0.0
 
     @property
     def mat(self) -> float | None:
-        """Tokens a verify call, the target's own one included; None before the first call."""
-        return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else None
+        """Tokens a verify call, the target's own one included; None before the first call.
+
+        The last calls before a length limit draft no further than it, and count like any other.
+        """
+        return sum(self.kept) / len(self.kept) if self.kept else None
 
     @classmethod
     def pooled(cls, reports: Sequence[DecodeReport]) -> DecodeReport:
         """Several texts as one: rates pool verify calls, they are no means of means."""
         seconds = {part: sum(r.seconds[part] for r in reports) for part in cls().seconds}
-        return cls([a for r in reports for a in r.accepted], [d for r in reports for d in r.drafted], seconds,
-                   sum(r.prefill_seconds for r in reports))
+        joined = ([x for r in reports for x in getattr(r, name)] for name in ("accepted", "tried", "kept"))
+        return cls(*joined, seconds, sum(r.prefill_seconds for r in reports))
 
     def acceptance(self) -> list[tuple[int, int]]:
         """(accepted, tried) by draft position: tried where all before were accepted and a draft was there."""
-        out = []
-        for k in range(max(self.drafted, default=0)):
-            tried = [a for a, d in zip(self.accepted, self.drafted, strict=True) if d > k and a >= k]
-            out.append((sum(a > k for a in tried), len(tried)))
-        return out
+        return [(sum(a > k for a in self.accepted), sum(t > k for t in self.tried))
+                for k in range(max(self.tried, default=0))]
 
 
 @dataclass
@@ -68,7 +71,10 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
            eos_ids: Sequence[int] | None = None, on_tokens: Callable[[list[int]], None] | None = None,
            on_round: Callable[[Tree, list[int], int], None] | None = None, process: Process | None = None,
            stop: Callable[[list[int]], bool] | None = None) -> Decoded:
-    """Generate behind the prompt `ids`: exactly the target's greedy text, or samples of exactly its distribution.
+    """Generate behind the prompt `ids`: the target's greedy text, or samples of its distribution, whatever the drafter.
+
+    Exact up to the target's own rounding: where its two best scores are closer than that, a pass over several tokens
+    may choose otherwise than a pass over one.
 
     shape: of the draft (default: a chain of 7). temperature 0 is greedy. eos_ids: default the target's own.
     on_tokens(new): called with each round's tokens; on_round(tree, path, own): with what was drafted, the nodes
@@ -93,14 +99,14 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
         new = run.round(max_new_tokens - len(tokens))
 
 
-def for_generate(target: Target, drafter: Drafter, shape: TreeShape | None = None) -> Callable:
+def for_generate(target: Target, drafter: Drafter, shape: TreeShape | None = None, streamer=None) -> Callable:
     """`model.generate(ids, custom_generate=for_generate(target, drafter), ...)`: transformers' call, our decoding.
 
     Everything in the user's generation configuration that acts on one sequence counts: sampling, logits processors,
-    lengths, ends, streamers. Raises KvshotError for a batch, beams, or another model than the target's.
+    lengths, ends. A streamer is given here: transformers does not hand its own on to a custom function. Raises
+    KvshotError for a batch, beams, or another model than the target's.
     """
-    def generate(model, input_ids, logits_processor=(), stopping_criteria=(), generation_config=None, streamer=None,
-                 **model_kwargs):
+    def generate(model, input_ids, logits_processor=(), stopping_criteria=(), generation_config=None, **model_kwargs):
         mask = model_kwargs.get("attention_mask")
         if model is not target.model:
             raise KvshotError("the drafter was made for another model: call generate on target.model")
@@ -108,7 +114,8 @@ def for_generate(target: Target, drafter: Drafter, shape: TreeShape | None = Non
             raise KvshotError("speculative decoding takes one sequence without padding, and no beams")
 
         def process(text: list[int], scores: Tensor) -> Tensor:
-            return logits_processor(torch.tensor([text], device=scores.device), scores[None])[0]
+            at = input_ids.device  # where transformers made the processors
+            return logits_processor(torch.tensor([text], device=at), scores[None].to(at))[0]
 
         def stop(new: list[int]) -> bool:
             text = torch.cat([input_ids, torch.tensor([new], device=input_ids.device)], 1)
@@ -176,16 +183,15 @@ class _Run:
         with self._timed("drafter"):
             root = torch.tensor([self.root], device=device)
             tree = draft_tree(self.drafter, self.memory, self.fused, root, self.session.length - 1, shape)
+        tree_like = () if tree.is_chain() else (tree.depth, tree.sees())
         with self._timed("target"):
-            tree_like = () if tree.is_chain() else (tree.depth, tree.sees())
             scores = self.score(self.session.read(tree.tokens, *tree_like))
-        path, bonus = self._walk(tree, scores)
+        path, bonus, tried = self._walk(tree, scores)
         if self.on_round is not None:
             self.on_round(tree, path, bonus)
         tokens = tree.tokens[path[1:]].tolist()
         ends = next((n for n, t in enumerate(tokens) if t in self.eos), None)
-        self.report.accepted.append(len(tokens) if ends is None else ends + 1)
-        self.report.drafted.append(levels)
+        self._count(len(tokens), tried, ends)
         self.session.keep(path)
         new = [*tokens, bonus]
         self.root, self.text = bonus, self.text + new
@@ -194,6 +200,13 @@ class _Run:
         spent = sum(self.report.seconds.values()) - sum(before.values())
         self.report.seconds["host"] += self._now() - began - spent
         return new
+
+    def _count(self, accepted: int, tried: int, ends: int | None) -> None:
+        """ends: place of an accepted end token: what stands behind it is neither tried nor kept."""
+        report = self.report
+        report.accepted.append(accepted if ends is None else ends + 1)
+        report.tried.append(tried if ends is None else ends + 1)
+        report.kept.append(accepted + 1 if ends is None else ends + 1)
 
     def _remember(self, following: list[int]) -> None:
         """The drafter's memory of the tokens just read and kept; `following`: the token after each."""
@@ -205,8 +218,8 @@ class _Run:
         self.memory = self.drafter.remember(given, tokens, self.memory)
         self.fused = self.drafter.fuse(None if hidden is None else hidden[:, :, -1:])
 
-    def _walk(self, tree: Tree, scores: Tensor) -> tuple[list[int], int]:
-        """The accepted path of nodes, from the root, and the target's own token behind it."""
+    def _walk(self, tree: Tree, scores: Tensor) -> tuple[list[int], int, int]:
+        """The accepted path of nodes, from the root, the target's own token behind it, and how many were tried."""
         tokens, parent = tree.tokens.tolist(), tree.parent.tolist()
         children: dict[int, list[int]] = {}
         for node in range(1, len(tokens)):
@@ -226,7 +239,7 @@ class _Run:
             else:
                 following, own = self._accept(here, below, tokens)
             if following is None:
-                return path, own
+                return path, own, len(path) - 1 + bool(below)
             path.append(following)
 
     def _processed(self, scores: Tensor, text: list[int]) -> Tensor:

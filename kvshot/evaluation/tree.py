@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,12 +47,11 @@ class Tree:
 
     def sees(self) -> Tensor:
         """bool [N, N]: a node's ancestors and itself."""
-        n = len(self.tokens)
-        out = torch.eye(n, dtype=torch.bool, device=self.tokens.device)
+        out = np.eye(len(self.tokens), dtype=bool)
         for i, p in enumerate(self.parent.tolist()):
             if i:
                 out[i] |= out[p]
-        return out
+        return torch.from_numpy(out).to(self.tokens.device)
 
     def is_chain(self) -> bool:
         return bool((self.parent[1:] == torch.arange(len(self.parent) - 1, device=self.parent.device)).all())

@@ -12,6 +12,7 @@ from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
 from kvshot.data.corpus import Corpus
 from kvshot.data.toy import toy_conversations
 from kvshot.drafters.config import DrafterConfig
+from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.evaluation.ngram import NgramModel, ngram_hits
 from kvshot.experiments.profiles import Profile
@@ -70,9 +71,10 @@ class Bench:
 
     @property
     def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(hidden layers, KV layers) that the drafters read, and EAGLE-3's hidden layers in any case."""
+        """(hidden layers, KV layers) that the drafters read, and EAGLE-3's hidden layers where they are stored."""
         configs = [*(e.config(self.target, 1) for e in self.experiments), *self.also]
-        hidden = {*self.target.default_hidden_layers, *(i for c in configs for i in c.hidden_needed)}
+        default = () if self.profile.online else self.target.default_hidden_layers
+        hidden = {*default, *(i for c in configs for i in c.hidden_needed)}
         return tuple(sorted(hidden)), tuple(sorted({i for c in configs for i in c.kv_needed}))
 
     def store(self, name: str) -> Features:
@@ -84,7 +86,10 @@ class Bench:
         content = f"{self.target.weights_sha256}{self.target.dtype}{examples_sha256(examples)}"
         stem = f"{self.target.name.replace('/', '--')}-{name}-{_short(content)}"
         for path in sorted((cache_dir() / "features").glob(f"{stem}-*/index.json")):
-            meta = FeatureStore(path.parent).meta
+            try:
+                meta = FeatureStore(path.parent).meta
+            except KvshotError:  # damaged, or of another version: it serves nobody, and stops nobody
+                continue
             have_hidden, have_kv = tuple(meta["hidden_layers"]), tuple(meta["kv_layers"])
             if {*hidden} <= {*have_hidden} and {*kv} <= {*have_kv}:
                 return FeatureStore.open(path.parent, target=self.target, examples=examples, hidden_layers=have_hidden,

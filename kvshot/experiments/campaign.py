@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvshot.errors import KvshotError
+from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
-from kvshot.experiments.run import publish
+from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
+from kvshot.training.trainer import TrainConfig
 
 
 def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
@@ -27,11 +29,25 @@ def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
 
 def missing(profile_name: str, results: str | os.PathLike, only: Sequence[str] = (), seeds: int = 3
             ) -> Iterator[tuple[Experiment, int]]:
-    """What a campaign has still to run, in its order."""
-    folder = Path(results) / profile_name
+    """What a campaign has still to run, in its order: no record, or one of another recipe or without counts."""
+    chosen, folder = profile(profile_name), Path(results) / profile_name
     for e, seed in plan(only, seeds):
-        if not (folder / f"{e.name}-seed{seed}.json").exists():
+        path = folder / f"{e.name}-seed{seed}.json"
+        if not path.exists() or not _fits(RunRecord.load(path), chosen, recipe(chosen, e.name, seed=seed)):
             yield e, seed
+
+
+def _fits(record: RunRecord, chosen: Profile, wanted: TrainConfig) -> bool:
+    if record.training is None or any(d.counts is None for d in record.evaluation.values()):
+        return False
+    if chosen.train_conversations not in (None, record.data.n_train_conversations):
+        return False
+    return wanted.model_dump(mode="json").items() <= record.training.options.items()
+
+
+def finished(run: Path) -> bool:
+    """Whether a run's folder holds a whole run: the record is written last."""
+    return (run / "record.json").exists() and (run / "best").is_dir()
 
 
 def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs: str | os.PathLike | None = None,
@@ -49,8 +65,9 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
     # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
     for e, seed in list(todo):
         before = e.start and (EXPERIMENTS[e.start], seed)
-        if before and before not in todo and not (runs / profile_name / f"{e.start}-seed{seed}" / "best").is_dir():
+        if before and before not in todo and not finished(runs / profile_name / f"{e.start}-seed{seed}"):
             todo.insert(0, before)
+    lacking = {(e.name, seed) for e, seed in missing(profile_name, results, only, seeds)}
     names = list(dict.fromkeys(e.name for e, _ in todo))
     _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
     for number, (e, seed) in enumerate(todo, 1):
@@ -58,8 +75,10 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         print(f"run {number} of {len(todo)}: {name} ({e.about})", file=sys.stderr, flush=True)
         folder = runs / profile_name / name
         try:
+            if e.start and not finished(runs / profile_name / f"{e.start}-seed{seed}"):
+                raise KvshotError(f"its start {e.start} did not finish")
             _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options)
-            if not (Path(results) / profile_name / f"{name}.json").exists():
+            if (e.name, seed) in lacking:
                 publish(folder, results)
         except KvshotError as err:
             failed.append(f"{name}: {err}")

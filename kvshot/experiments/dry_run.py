@@ -36,9 +36,9 @@ def dry_run(profile: Profile, only: Sequence[str] = (), *, mean_length: int = 15
             ) -> pd.DataFrame:
     """One row an experiment: trained parameters, memory of training beside the target, hours at `tflops` TFLOP/s.
 
-    memory: weights, gradients, moments, the captured features of a batch, and the scores of one draft step, kept for
-    the backward pass at every step. hours: products only, three times the forward pass of the drafter and, for an
-    online profile, one of the target.
+    memory: weights, gradients, moments, the captured features of a batch, and what the backward pass wants of every
+    draft step: scores, and attention weights over the prefix in two precisions. hours: products only, three times the
+    forward pass of the drafter and, for an online profile, one of the target.
     """
     target, recipe = shape_of(profile.target), profile.train
     weights = sum(p.numel() for p in target.model.parameters())
@@ -49,7 +49,9 @@ def dry_run(profile: Profile, only: Sequence[str] = (), *, mean_length: int = 15
         config = e.config(target, profile.draft_vocab_size)
         spent, steps = cost(config, prefix=mean_length // 2), int(e.train.get("n_steps", recipe.n_steps))
         features = recipe.batch_tokens * feature_bytes(target, config)
-        memory = spent.parameters * TRAINING_BYTES + features + steps * columns * profile.draft_vocab_size * 2
+        heads = config.n_heads * (config.memory != "none") + config.cross_heads[0] * (config.memory == "both")
+        kept = profile.draft_vocab_size * 2 + config.depth * heads * mean_length * 8  # bytes a column and step
+        memory = spent.parameters * TRAINING_BYTES + features + steps * columns * kept
         # the prefix memory: one full column of every token at most
         flops = 3 * spent.flops * (columns * steps + recipe.batch_tokens)
         if profile.online:

@@ -17,7 +17,7 @@ from kvshot.evaluation.metrics import ConversationCounts, summarise
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, VALIDATION, Bench
 from kvshot.experiments.cost import cost
-from kvshot.experiments.profiles import profile
+from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import (
     CurvePoint,
     DomainEvaluation,
@@ -33,9 +33,9 @@ from kvshot.training.masks import supervised_columns
 from kvshot.training.trainer import Progress, TrainConfig, Trainer
 
 
-def recipe(bench: Bench, name: str, **given) -> TrainConfig:
+def recipe(base: Profile, name: str, **given) -> TrainConfig:
     """The profile's recipe with what the experiment's family and the experiment itself change; `given` wins."""
-    e, base = experiment(name), bench.profile
+    e = experiment(name)
     return checked(TrainConfig, {**base.train.model_dump(), **base.families.get(e.family, {}), **e.train, **given})
 
 
@@ -50,8 +50,8 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
     drafter_config = e.config(bench.target, len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
     if e.start is not None:
-        if start is None or not Path(start).is_dir():
-            raise KvshotError(f"{name} starts from a checkpoint of {e.start}, and {start or 'none was given'} is none: "
+        if start is None or not (Path(start).parent / "record.json").exists():  # written when a run is whole
+            raise KvshotError(f"{name} starts from a finished run of {e.start}, and {start or 'nothing'} is none: "
                               f"train {e.start} first, or use `kvshot reproduce --only {name}`")
         warm_start(drafter, load_drafter(start, bench.target)[0])
     steps = bench.profile.train.n_steps  # also for a drafter that is trained on fewer
@@ -136,7 +136,7 @@ def published(name: str, profile_name: str, results: str | os.PathLike, *, seed:
     if before is not None:
         published(before, profile_name, results, seed=seed, live=True, quiet=quiet)
     folder = runs / f"{name}-seed{seed}"
-    return run(bench, name, folder, recipe(bench, name, seed=seed), folder / "record.json",
+    return run(bench, name, folder, recipe(bench.profile, name, seed=seed), folder / "record.json",
                start=before and runs / f"{before}-seed{seed}" / "best")
 
 

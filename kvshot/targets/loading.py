@@ -77,7 +77,7 @@ def _device(device: str | None) -> torch.device:
     try:
         # under `accelerate launch` each process has a GPU of its own
         gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
+        device = torch.device(gpu if device == "cuda" or not device and torch.cuda.is_available() else device or "cpu")
     except RuntimeError as err:
         raise KvshotError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from err
     if device.type == "cuda" and not torch.cuda.is_available():

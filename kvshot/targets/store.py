@@ -169,7 +169,7 @@ class OnlineFeatures:
         """Sequences `indices`, in that order, from one pass of the target or a few."""
         longest_first = sorted(set(indices), key=lambda i: -self.lengths[i])
         shard = _capture_shard(self.target, self.examples, longest_first, self.meta, self.dtype, self.batch_tokens,
-                               lambda n: None)
+                               lambda n: None, self.target.device)
         found, start = {}, 0
         for i in longest_first:
             found[i] = _sequence(shard, start, start + self.lengths[i])
@@ -283,20 +283,20 @@ def _argmax(x: Tensor, width: int = 64) -> Tensor:
 
 def _capture_shard(
     target: Target, examples: Sequence[Sample], members: list[int], key: dict, dtype: torch.dtype,
-    batch_tokens: int, advance,
+    batch_tokens: int, advance, device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """All tensors of one shard, tokens on the first axis."""
+    """All tensors of one shard, tokens on the first axis; ids and masks on the CPU, the rest on `device`."""
     hidden_layers, kv_layers = tuple(key["hidden_layers"]), tuple(key["kv_layers"])
     lengths = [len(examples[i].ids) for i in members]
     total, kv_shape = sum(lengths), (len(kv_layers), target.n_kv_heads, target.head_dim)
     shard = {
         "ids": torch.from_numpy(np.concatenate([examples[i].ids for i in members]).astype(np.int64)),
         "loss_mask": torch.from_numpy(np.concatenate([examples[i].loss_mask for i in members]).astype(bool)),
-        "hidden": torch.empty(total, len(hidden_layers), target.hidden_size, dtype=dtype),
-        "keys": torch.empty(total, *kv_shape, dtype=dtype),
-        "values": torch.empty(total, *kv_shape, dtype=dtype),
-        "final": torch.empty(total, target.hidden_size, dtype=dtype),
-        "argmax": torch.empty(total, dtype=torch.int64),
+        "hidden": torch.empty(total, len(hidden_layers), target.hidden_size, dtype=dtype, device=device),
+        "keys": torch.empty(total, *kv_shape, dtype=dtype, device=device),
+        "values": torch.empty(total, *kv_shape, dtype=dtype, device=device),
+        "final": torch.empty(total, target.hidden_size, dtype=dtype, device=device),
+        "argmax": torch.empty(total, dtype=torch.int64, device=device),
     }
     end = 0
     for batch in _batches(lengths, batch_tokens):

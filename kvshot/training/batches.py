@@ -66,7 +66,7 @@ def load_batch(store: Features, indices: Sequence[int], config: DrafterConfig) -
         shape[axis] = width
         if places is not None:
             shape[0] = len(places)
-        out = torch.zeros(len(rows), *shape, dtype=rows[0][name].dtype)
+        out = torch.zeros(len(rows), *shape, dtype=rows[0][name].dtype, device=rows[0][name].device)
         for i, r in enumerate(rows):
             there = r[name] if places is None else r[name][places]
             out[i].narrow(axis, 0, there.shape[axis]).copy_(there)

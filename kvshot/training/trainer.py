@@ -223,7 +223,9 @@ class Trainer:
 
     def _belongs(self) -> dict:
         """What a resume point must share with the run that continues it."""
-        return {"config": self.config.model_dump(mode="json"), "store": self.store.meta["key"],
+        meta = self.store.meta  # not its layers: what is read of them is in the drafter's configuration
+        return {"config": self.config.model_dump(mode="json"),
+                "data": [meta[k] for k in ("weights_sha256", "tokens_sha256", "computed_in", "stored_in")],
                 "drafter": self.drafter.config.model_dump(mode="json"), "vocab": self.vocab.sha256}
 
     def _resume(self) -> None:
@@ -245,5 +247,8 @@ class Trainer:
         self.done = Progress(**saved["progress"])
         try:
             load_drafter(self.folder / "best", self.target)
-        except KvshotError:  # lost or foreign: the next check writes it again
+        except KvshotError as err:  # lost or foreign: the next check writes it again, if one is to come
+            if self.done.step >= self.config.steps:
+                raise KvshotError(f"{path} is of a finished run whose best checkpoint is lost ({err}): delete the "
+                                  "folder to train again") from err
             self.done.best_mat = -math.inf

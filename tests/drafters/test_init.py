@@ -22,9 +22,9 @@ SHAPE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_laye
 EVERY = dict(memory="target", kv_layers=(0, 1, 2, 3), depth=4, per_layer=True, injection="linear+rope")
 
 
-def make_target(family: str) -> Target:
+def make_target(family: str, **more) -> Target:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SHAPE)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **more)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # all ones would hide which norm is which
@@ -149,6 +149,30 @@ def test_warm_starts(name, fresh):
 def test_warm_starts_from_another_kind_are_refused(name):
     with pytest.raises(KvshotError, match="cannot start from that checkpoint"):
         warm_start(make_drafter(**POINTS[name]), make_drafter(**POINTS["eagle3"]))
+
+
+def test_a_warm_start_must_read_the_same_layers():
+    """Equal shapes are not enough: a neighbouring layer would go unnoticed."""
+    with pytest.raises(KvshotError, match=r"differ in hidden_layers \(\(1, 2, 4\), there \(1, 2, 3\)\)"):
+        warm_start(make_drafter(**POINTS["hybrid"]), make_drafter(hidden_layers=(1, 2, 3)))
+
+
+def test_the_last_state_is_not_normalised_twice(llama, vocab):
+    """MTP reads the state behind the target's final norm: its own norm must not rescale it."""
+    config = DrafterConfig.for_target(llama, draft_vocab_size=V, hidden_layers=(4,))
+    drafter = new_drafter(llama, config, vocab, seed=0)
+    assert torch.equal(drafter.norm.weight, torch.ones(32))
+    drafter.fc.weight.data.copy_(torch.eye(32))
+    ids, given = setting(llama, config)
+    ours = drafter.double().logits(drafter.fuse(given.hidden))
+    torch.testing.assert_close(ours.argmax(-1), llama.model(ids).logits.argmax(-1))
+
+
+def test_keys_with_another_rotation_are_refused(llama):
+    scaled = make_target("Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(KvshotError, match="another rotation than plain RoPE"):
+        DrafterConfig.for_target(scaled, draft_vocab_size=V, **EVERY)
+    assert DrafterConfig.for_target(scaled, draft_vocab_size=V, hidden_layers=(1, 2)).reads_hidden
 
 
 def test_warm_starts_want_the_same_vocabulary():

@@ -77,7 +77,9 @@ def test_greedy_text_is_the_targets_own(data):
     parts: list[int] = []
     got = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos, on_tokens=parts.extend)
     assert got.tokens == parts == plain(target, ids, n, eos) == plain_decode(target, ids, n, eos_ids=eos)
-    assert all(0 <= a <= d <= shape.levels for a, d in zip(got.report.accepted, got.report.drafted, strict=True))
+    r = got.report
+    assert all(0 <= a <= t <= min(a + 1, shape.levels) for a, t in zip(r.accepted, r.tried, strict=True))
+    assert 1 + sum(r.kept) == len(got.tokens)
 
 
 @pytest.mark.parametrize("shape", [TreeShape(3), TreeShape(2, 2), TreeShape(3, 3, 5)], ids=str)
@@ -154,10 +156,10 @@ def test_a_chain_is_accepted_as_far_as_the_offline_evaluation_says(kind):
         hits = torch.stack([drafter.vocab_ids[drafter.logits(s).argmax(-1)][0] == text[0, 2 + k : 2 + k + width]
                             for k, s in enumerate(states)], -1)
     column = len(ids) - 1
-    for accepted, drafted in zip(got.report.accepted, got.report.drafted, strict=True):
-        if drafted < levels or column >= columns.shape[1]:
+    for accepted, tried in zip(got.report.accepted, got.report.tried, strict=True):
+        if column >= columns.shape[1]:
             break
-        assert accepted == int(hits[column].long().cumprod(0).sum())
+        assert accepted == int(hits[column].long().cumprod(0).sum()) and tried == min(accepted + 1, levels)
         column += accepted + 1
     assert column > 40
 
@@ -210,6 +212,37 @@ def test_transformers_generate_samples_with_its_own_warpers():
     expected = np.append(exact[often], exact[~often].sum()) * n
     keep = expected > 0
     assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_a_streamer_hears_every_new_token():
+    class Streamer:
+        def __init__(self):
+            self.heard, self.ended = [], False
+
+        def put(self, value):
+            self.heard += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    target, drafter, streamer = make_target(11), make_drafter(11, "hybrid"), Streamer()
+    ours = for_generate(target, drafter, TreeShape(3), streamer)
+    got = target.model.generate(torch.tensor([[4, 8, 1]]), custom_generate=ours, max_new_tokens=12, do_sample=False,
+                                pad_token_id=0)
+    assert streamer.heard == got[0, 3:].tolist() and streamer.ended
+
+
+def test_nothing_behind_an_accepted_end_is_counted():
+    target = make_target(11)
+    config = DrafterConfig.for_target(target, draft_vocab_size=11, memory="target", kv_layers=(0, 1, 2), depth=3,
+                                      per_layer=True, injection="linear+rope")
+    drafter = new_drafter(target, config, DraftVocab(torch.arange(11), 11), seed=0, init="layers").double()
+    text = plain(target, [2, 9], 12, set())
+    end = next(t for n, t in enumerate(text) if n in (2, 3) and t not in text[:n])
+    got = decode(target, drafter, [2, 9], max_new_tokens=12, shape=TreeShape(6), eos_ids=[end])
+    n = text.index(end)  # the first token comes from the prompt, the next n from one round of right drafts
+    assert got.tokens == text[: n + 1]
+    assert (got.report.accepted, got.report.tried, got.report.kept) == ([n], [n], [n])
 
 
 def test_generate_refuses_what_it_cannot_do():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshot.errors import KvshotError
-from kvshot.experiments import campaign, load_records
+from kvshot.experiments import RunRecord, campaign, load_records
 from kvshot.experiments.campaign import missing, reproduce
 from kvshot.targets import FeatureStore
 
@@ -41,6 +41,26 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     mat = {n: r.evaluation["held_out"].drafter.mat.value for n, r in records.items()}
     assert mat["hybrid-checkpoint"] > mat["eagle3"] - 0.02
     assert reproduce("smoke", only=only, **where, **options) == [] and calls[5:] == []
+    # a record of another recipe, or one without counts, is no record of this campaign
+    path = tmp_path / "results" / "smoke" / "mtp-seed0.json"
+    record = RunRecord.load(path)
+    spoilt = (lambda r: r.training.options.update(lr=0.004),
+              lambda r: setattr(r.evaluation["held_out"], "counts", None))
+    for spoil in spoilt:
+        other = record.model_copy(deep=True)
+        spoil(other)
+        other.save(path)
+        assert [e.name for e, _ in missing("smoke", tmp_path / "results", only, 1)] == ["mtp"]
+    record.save(path)
+    assert not list(missing("smoke", tmp_path / "results", only, 1))
+    # a checkpoint of a run that was killed before its record is no start
+    (tmp_path / "runs" / "smoke" / "eagle3-seed0" / "record.json").unlink()
+    (tmp_path / "results" / "smoke" / "hybrid-checkpoint-seed0.json").unlink()
+    calls[:] = [(), ()]
+    monkeypatch.setattr(campaign, "_kvshot", lambda *args: calls.append(args[:2]))
+    failed = reproduce("smoke", only=["hybrid-checkpoint"], **where, **options)
+    assert calls[2:] == [("capture", "--profile"), ("train", "eagle3")]
+    assert len(failed) == 1 and "its start eagle3 did not finish" in failed[0]
     # three splits, captured once with all layers that the three rows read; the rerun read fewer and used them
     stores = [FeatureStore(p.parent).meta for p in (tmp_path / "cache").rglob("index.json")]
     assert len(stores) == 3 and {len(s["kv_layers"]) for s in stores} == {3}

@@ -23,7 +23,8 @@ def test_every_experiment_builds_at_the_papers_shapes():
     layer = rows.loc["kv-only-3", "parameters (M)"] - rows.loc["kv-only-2", "parameters (M)"]
     block = d * (4096 + 2 * 1024) + d * d + 3 * d * 12_288 + 2 * d + 2 * 1024 * 3 * 1024
     assert layer == pytest.approx(block / 1e6)
-    assert rows["hours"].gt(0).all() and rows["training memory (GB)"].lt(80).all()
+    assert rows["hours"].gt(0).all()
+    assert rows.loc["kv-only-4", "training memory (GB)"] > rows.loc["kv-only-2", "training memory (GB)"] + 20
     faster = dry_run(profile("paper"), ["eagle3"], tflops=600)
     assert faster["hours"][0] == pytest.approx(rows.loc["eagle3", "hours"] / 2)
 

@@ -10,7 +10,7 @@ from kvshot.data import DraftVocab, encode_all
 from kvshot.data.toy import toy_conversations
 from kvshot.drafters import DrafterConfig, new_drafter
 from kvshot.errors import KvshotError
-from kvshot.experiments import EXPERIMENTS, Bench, cost, experiment, profile, recipe
+from kvshot.experiments import EXPERIMENTS, cost, experiment, profile, recipe
 from kvshot.experiments.registry import plan, select
 from kvshot.targets import FeatureStore, load_target
 from kvshot.training.batches import load_batch
@@ -61,8 +61,7 @@ def setting(tmp_path_factory):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_learns_on_the_smoke_target(setting, name):
     target, vocab, store = setting
-    bench = Bench(profile("smoke"), experiments=[name], quiet=True)
-    config, e = recipe(bench, name), EXPERIMENTS[name]
+    config, e = recipe(profile("smoke"), name), EXPERIMENTS[name]
     drafter = new_drafter(target, e.config(target, len(vocab)), vocab, seed=0, init=config.init)
     assert cost(drafter.config).parameters == sum(p.numel() for p in drafter.parameters())
     batch = load_batch(store, [0, 3, 5], drafter.config)

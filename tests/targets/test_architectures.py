@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "qwen3.5": ("Qwen3_5", LINEAR),
 }
 LENGTHS = (19, 11, 3)
-CLOSE = dict(atol=1e-4, rtol=1e-4)  # float32 sums in another order, after six random layers; an error is far larger
+CLOSE = dict(atol=1e-3, rtol=1e-3)  # float32 sums in another order, after six random layers; an error is far larger
 
 
 def make_target(name: str, **overrides) -> Target:
