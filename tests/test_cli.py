@@ -72,6 +72,11 @@ def test_data_commands(place):
 @pytest.mark.parametrize(("args", "message"), [
     (("train", "eagle4", "--profile", "smoke"), "unknown experiment 'eagle4'"),
     (("train", "eagle3", "--profile", "tiny"), "unknown profile 'tiny'"),
+    (("train", "hybrid-checkpoint", "--profile", "smoke", "--out", "lone/h"), "train eagle3 first"),
+    (("reproduce", "--profile", "smoke", "--only", "table9"), "unknown experiment or table 'table9'"),
+    (("plan", "--profile", "tiny"), "unknown profile 'tiny'"),
+    (("data", "extend", "nowhere", "--answer-tokens", "10"), "no data set in nowhere"),
+    (("data", "fetch", "pile"), "unknown data set 'pile'"),
     (("evaluate", "nowhere", "--profile", "smoke"), "no drafter checkpoint"),
     (("show", "nowhere.json"), "nowhere.json"),
     (("data", "preview", "nowhere.jsonl", "--target", "smoke"), "nowhere.jsonl"),
