@@ -151,7 +151,9 @@ def test_capture_equals_reference(name, capfd):
         close(context.values[:, n].transpose(1, 2), values.transpose(1, 2))
     again = target.rotate_keys(unrotated, target.kv_layers, context.positions)
     torch.testing.assert_close(again, context.keys, **CLOSE)
-    assert capfd.readouterr().err == ""
+    # transformers says once a process that a faster kernel is not installed: no fault of ours
+    said = [x for x in capfd.readouterr().err.splitlines() if "falling back to its reference PyTorch" not in x]
+    assert not said
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
