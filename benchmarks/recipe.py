@@ -1,9 +1,10 @@
-"""Which optimizer, which learning rate, which start? Short runs of EAGLE-3, compared on validation MAT.
+"""Which batch, optimizer, learning rate and start? Short runs of one drafter, compared on validation MAT.
 
-    python benchmarks/recipe.py results/choices/laptop-eagle3.json [profile] [steps]
+    python benchmarks/recipe.py results/choices/laptop-eagle3.json eagle3
+    python benchmarks/recipe.py results/choices/laptop-kv-only-2.json kv-only-2
 
-Every run sees the same batches and columns; only what its name says differs. The validation split is not reported on
-anywhere else.
+Every run sees as many tokens as 200 steps of the laptop profile have; only what its name says differs from the
+profile's recipe. The validation split is not reported on anywhere else. Rows that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -17,34 +18,51 @@ from kvshot.allocator import restart_with_settings
 from kvshot.drafters.config import checked
 from kvshot.experiments import Bench, profile, train
 from kvshot.experiments.record import describe_machine
+from kvshot.experiments.run import recipe
 from kvshot.fileio import atomic_file
 from kvshot.training.trainer import TrainConfig
 
 CHOICES = {
-    "from the target, AdamW, lr 3e-3": {"init": "target", "optimizer": "adamw", "lr": 3e-3},
-    "from the target, Muon, lr 3e-3": {"init": "target", "optimizer": "muon", "lr": 3e-3},
-    "from random, AdamW, lr 3e-3": {"init": "random", "optimizer": "adamw", "lr": 3e-3},
-    "from the target, AdamW, lr 1e-3": {"init": "target", "optimizer": "adamw", "lr": 1e-3},
+    "eagle3": {
+        "as chosen": {},
+        "batches of 4,096 tokens": {"batch_tokens": 4096},
+        "batches of 1,024 tokens": {"batch_tokens": 1024},
+        "lr 1e-3": {"lr": 1e-3},
+        "lr 4e-3": {"lr": 4e-3},
+        "Muon": {"optimizer": "muon"},
+        "random start": {"init": "random"},
+    },
+    "kv-only-2": {
+        "as chosen": {},
+        "lr 1e-3": {"lr": 1e-3},
+        "lr 4e-3": {"lr": 4e-3},
+        "random start": {"init": "random"},
+    },
 }
 
 
-def main(out: str, profile_name: str = "laptop", steps: str = "200") -> None:
-    bench, rows = Bench(profile(profile_name)), []
-    for name, choice in CHOICES.items():
-        given = {"steps": int(steps), "eval_every": int(steps), **choice}
-        config = checked(TrainConfig, {**bench.profile.train.model_dump(), **given})
+def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = "409600") -> None:
+    chosen = profile(profile_name)
+    bench, path = Bench(chosen, experiments=[experiment]), Path(out)
+    base = recipe(chosen, experiment)
+    about = {"profile": profile_name, "experiment": experiment, "draft_vocab_size": chosen.draft_vocab_size,
+             "recipe": base.model_dump(mode="json"), "data": bench.data_info().model_dump(),
+             "machine": describe_machine().model_dump()}
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for name, choice in CHOICES[experiment].items():
+        if name in [row["name"] for row in rows]:
+            continue
+        batch = choice.get("batch_tokens", base.batch_tokens)
+        steps = int(tokens) // batch
+        config = checked(TrainConfig, {**base.model_dump(), "steps": steps, "eval_every": steps, **choice})
         with tempfile.TemporaryDirectory() as folder:
-            done = train(bench, "eagle3", folder, config)
+            done = train(bench, experiment, folder, config)
         last = done.curve[-1]
         rows.append({"name": name, **choice, **last, "tokens_per_second": done.tokens / done.seconds})
         print(f"{name}: MAT {last['mat']:.3f}, loss {last['loss']:.3f}, {rows[-1]['tokens_per_second']:,.0f} tokens/s",
               flush=True)
-        with atomic_file(Path(out)) as tmp:
-            tmp.write_text(json.dumps({
-                "profile": profile_name, "draft_vocab_size": len(bench.vocab),
-                "recipe": bench.profile.train.model_dump(mode="json"),
-                "data": bench.data_info().model_dump(), "machine": describe_machine().model_dump(), "rows": rows,
-            }, indent=1) + "\n")
+        with atomic_file(path) as tmp:
+            tmp.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""An allocator that keeps large blocks: without it, page faults alone cost a CPU run up to three times its time."""
+"""What a process gets of the machine: cores, and an allocator that keeps large blocks.
+
+Without the latter, page faults alone cost a CPU run up to three times its time.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,8 @@ def restart_with_settings() -> None:
     if sys.platform == "linux" and not SETTINGS.keys() <= os.environ.keys():
         set_for_children()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def usable_cores() -> int:
+    """How many this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -306,12 +306,13 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="of the experiments that decide a claim")] = 3,
     results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
     runs: Annotated[Optional[Path], typer.Option(help="folder of checkpoints; default: in the cache")] = None,  # noqa: UP045
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, sharing the cores")] = 1,
     device: DeviceOption = None,
 ) -> None:
     """Run every experiment whose record is missing. A kill at any moment loses little: the same command goes on."""
     from kvshot.experiments.campaign import reproduce as run_all
 
-    failed = run_all(profile, results=results, runs=runs, only=only or (), seeds=seeds,
+    failed = run_all(profile, results=results, runs=runs, only=only or (), seeds=seeds, jobs=jobs,
                      options=("--device", device) if device else ())
     if failed:
         raise KvshotError(f"{len(failed)} of the runs failed: {'; '.join(failed)}")

@@ -99,7 +99,7 @@ def alpha_decay(series: Sequence[Decay], *, ylabel: str = "acceptance rate α") 
     top = max(max(s.alpha if s.high is None else s.high) for s in series)
     ax.set(xlabel="draft step k", ylabel=ylabel, xticks=steps, ylim=(0, min(1.0, top * 1.08)))
     ax.set_xlim(-0.3, steps[-1] + 0.3)
-    _label_lines(ax, steps[-1] + 0.3, labels)
+    label_lines(ax, steps[-1] + 0.3, labels)
     plt.close(fig)  # so that a notebook shows it once, as the value of the cell
     return fig
 
@@ -113,7 +113,7 @@ def _look(kind: str, colours) -> dict:
     return {"color": colour, "linestyle": "-", "marker": marker}
 
 
-def _label_lines(ax: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
+def label_lines(ax: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
     """Write each label at the right end of its line, moved up or down just enough not to overlap."""
     ax.figure.draw_without_rendering()  # the layout decides the axes' height
     low, high = ax.get_ylim()
@@ -171,7 +171,7 @@ def learning_curve(curves: dict[str, Sequence], *, ylabel: str = "MAT on validat
         ax.plot(seen, mat, color=colour, marker=marker)
         labels.append((mat[-1], name, colour))
     ax.set(xlabel="training tokens seen (millions)", ylabel=ylabel)
-    _label_lines(ax, ax.get_xlim()[1], labels)
+    label_lines(ax, ax.get_xlim()[1], labels)
     plt.close(fig)
     return fig
 

@@ -40,14 +40,15 @@ def dense(q: Tensor, keys: Tensor, values: Tensor, limit: Tensor, chain_k: Tenso
     b, h, n, d = q.shape
     kv, s = keys.shape[1], keys.shape[2]
     group = h // kv
-    grouped = q.reshape(b, kv, group, n, d)
+    grouped = (q * d**-0.5).reshape(b, kv, group, n, d)  # here, where it is small
     wide = torch.promote_types(q.dtype, torch.float32)
     # the chain is a diagonal: dot products of each column with its own few entries, no matrix product
     chain = (grouped[..., None, :] * chain_k[:, :, None]).sum(-1, dtype=wide)
     prefix = (grouped.reshape(b, kv, group * n, d) @ keys.transpose(-1, -2)).view(b, kv, group, n, s).to(wide)
     hidden = torch.arange(s, device=q.device) >= limit[:, :, None]
-    prefix = prefix.masked_fill(hidden[:, None, None], -torch.inf)
-    weights = (torch.cat([prefix, chain], -1) * d**-0.5).softmax(-1).to(values.dtype)
+    bias = torch.zeros(hidden.shape, dtype=wide, device=q.device).masked_fill(hidden, -torch.inf)
+    prefix = prefix + bias[:, None, None]  # its gradient passes through; filling would copy it
+    weights = torch.cat([prefix, chain], -1).softmax(-1).to(values.dtype)
     out = (weights[..., :s].reshape(b, kv, group * n, s) @ values).view(b, kv, group, n, d)
     out = out + (weights[..., s:, None] * chain_v[:, :, None]).sum(-2)
     return out.reshape(b, h, n, d)

@@ -11,6 +11,7 @@ from kvshot.evaluation.metrics import (
     StepwiseSummary,
     mat,
     paired_difference,
+    pool,
     retention,
     summarise,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "ngram_hits",
     "paired_difference",
     "plain_decode",
+    "pool",
     "retention",
     "stepwise_hits",
     "summarise",

@@ -247,10 +247,24 @@ def summarise(hits: StepwiseHits, *, n_boot: int = 1000, seed: int = 0) -> Stepw
 
     Raises KvshotError when a step has no supervised column.
     """
-    counts = _count(hits)
-    n = len(counts)
-    total = counts.sum(axis=0)
-    point, samples = _statistics(total), _statistics(_resample(counts, n_boot, seed))
+    return _summary(_count(hits)[None], len(hits.hits), n_boot, seed)
+
+
+def pool(seeds: Sequence[ConversationCounts], *, n_boot: int = 1000, seed: int = 0) -> StepwiseSummary:
+    """One summary of several training seeds on the same columns; intervals resample conversations and seeds.
+
+    Counts add up over the seeds. Raises KvshotError for different columns.
+    """
+    tables = _tables(list(seeds))
+    if (tables[..., _VALID] != tables[:1, ..., _VALID]).any():
+        raise KvshotError("the seeds were evaluated on different columns: use the same examples and steps for all")
+    return _summary(tables, int(tables[..., 0, _VALID].sum()), n_boot, seed)
+
+
+def _summary(tables: np.ndarray, n_columns: int, n_boot: int, seed: int) -> StepwiseSummary:
+    """tables [seeds, conversations, steps, 6]"""
+    n, total = tables.shape[1], tables.sum(axis=(0, 1))
+    point, samples = _statistics(total), _statistics(_resample_seeds(tables, n_boot, seed))
 
     def rate(name: str, k: int) -> Rate:
         top, bottom = (int(total[k, column]) for column in _RATES[name])
@@ -258,7 +272,7 @@ def summarise(hits: StepwiseHits, *, n_boot: int = 1000, seed: int = 0) -> Stepw
         return Rate(numerator=top, denominator=bottom, low=low, high=high)
 
     return StepwiseSummary(
-        n_columns=len(hits.hits),
+        n_columns=n_columns,
         n_conversations=n,
         n_boot=n_boot,
         seed=seed,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 
+from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
+from kvshot.progress import EVERY
 from kvshot.training.trainer import TrainConfig
 
 
@@ -51,45 +55,96 @@ def finished(run: Path) -> bool:
 
 
 def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs: str | os.PathLike | None = None,
-              only: Sequence[str] = (), seeds: int = 3, options: Sequence[str] = ()) -> list[str]:
+              only: Sequence[str] = (), seeds: int = 3, jobs: int = 1, options: Sequence[str] = ()) -> list[str]:
     """Run what is missing and publish each record as it finishes; returns a line for each run that failed.
 
     Every run is a process of its own (`kvshot train`): what one of them leaves in memory, or its crash, touches no
     other. The features that all of them read are captured first, once. runs: folder of checkpoints (default: in the
-    cache); a run whose start failed fails, too. options: passed on to each `kvshot train`.
+    cache); a run whose start failed fails, too. jobs: how many run at a time, sharing the CPU's cores (small products
+    on one core each are done sooner than on all cores one after another); what each prints goes into
+    `<run>.log` then, and one line for all of them comes here now and then. options: passed on to each `kvshot train`.
     """
-    runs = Path(runs) if runs is not None else cache_dir() / "runs"
+    runs = (Path(runs) if runs is not None else cache_dir() / "runs") / profile_name
     todo, failed = list(missing(profile_name, results, only, seeds)), []
     if not todo:
         return []
+    lacking = {(e.name, seed) for e, seed in todo}
     # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
     for e, seed in list(todo):
         before = e.start and (EXPERIMENTS[e.start], seed)
-        if before and before not in todo and not finished(runs / profile_name / f"{e.start}-seed{seed}"):
+        if before and before not in todo and not finished(runs / f"{e.start}-seed{seed}"):
             todo.insert(0, before)
-    lacking = {(e.name, seed) for e, seed in missing(profile_name, results, only, seeds)}
     names = list(dict.fromkeys(e.name for e, _ in todo))
     _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
-    for number, (e, seed) in enumerate(todo, 1):
-        name = f"{e.name}-seed{seed}"
-        print(f"run {number} of {len(todo)}: {name} ({e.about})", file=sys.stderr, flush=True)
-        folder = runs / profile_name / name
-        try:
-            if e.start and not finished(runs / profile_name / f"{e.start}-seed{seed}"):
-                raise KvshotError(f"its start {e.start} did not finish")
-            _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options)
-            if (e.name, seed) in lacking:
-                publish(folder, results)
-        except KvshotError as err:
-            failed.append(f"{name}: {err}")
-            print(failed[-1], file=sys.stderr, flush=True)
+
+    def one(e: Experiment, seed: int) -> None:
+        folder = runs / f"{e.name}-seed{seed}"
+        if e.start and not finished(runs / f"{e.start}-seed{seed}"):
+            raise KvshotError(f"its start {e.start} did not finish")
+        _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
+                log=_log(folder) if jobs > 1 else None, share=jobs)
+        if (e.name, seed) in lacking:
+            publish(folder, results)
+
+    waiting, running, count = list(todo), {}, 0
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            while len(running) < jobs and (ready := _ready(waiting, running.values())):
+                waiting.remove(ready)
+                running[pool.submit(one, *ready)], count = ready, count + 1
+                _say(f"run {count} of {len(todo)}: {ready[0].name}-seed{ready[1]} ({ready[0].about})")
+            done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
+            if not done:
+                _say("; ".join(f"{e.name}-seed{seed}: {_last_line(runs / f'{e.name}-seed{seed}')}"
+                               for e, seed in running.values()))
+            for future in done:
+                e, seed = running.pop(future)
+                error = future.exception()
+                if error is not None and not isinstance(error, KvshotError):
+                    raise error
+                if error is not None:
+                    failed.append(f"{e.name}-seed{seed}: {error}")
+                    _say(failed[-1])
     return failed
 
 
-def _kvshot(*args: str) -> None:
-    """A command of our own; its progress goes to our stderr, its last words into the error."""
-    done = subprocess.run([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL)
+def _ready(waiting: Sequence[tuple[Experiment, int]], running: Iterable[tuple[Experiment, int]]
+           ) -> tuple[Experiment, int] | None:
+    """The first run whose start is neither to come nor under way."""
+    unfinished = {(e.name, seed) for e, seed in (*waiting, *running)}
+    return next(((e, seed) for e, seed in waiting if (e.start, seed) not in unfinished), None)
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".log")
+
+
+def _last_line(folder: Path) -> str:
+    """What a run said last."""
+    log = _log(folder)
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "starting")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _kvshot(*args: str, log: Path | None = None, share: int = 1) -> None:
+    """A command of our own; its progress goes to our stderr or into `log`, its last words into the error.
+
+    share: how many such commands the CPU's cores are for.
+    """
+    environment = dict(os.environ)
+    if share > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // share))
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") if log is not None else nullcontext() as stderr:
+        done = subprocess.run([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL, stderr=stderr,
+                              env=environment)
     if done.returncode < 0:
         raise KvshotError(f"killed by signal {-done.returncode} (out of memory?)")
     if done.returncode:
-        raise KvshotError(f"`kvshot {' '.join(args)}` failed with exit code {done.returncode} (its message is above)")
+        said = "its message is above" if log is None else _last_line(log.with_suffix(""))
+        raise KvshotError(f"`kvshot {' '.join(args)}` failed with exit code {done.returncode} ({said})")

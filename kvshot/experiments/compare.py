@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvshot.analysis.verdict import Answer, Verdict
 from kvshot.errors import KvshotError
-from kvshot.evaluation.metrics import PairedDifference, paired_difference
+from kvshot.evaluation.metrics import PairedDifference, StepwiseSummary, paired_difference, pool
 from kvshot.experiments.record import RunRecord
 
 
@@ -58,3 +58,18 @@ def combine(answers: Sequence[Answer], rule: Literal["all", "any"] = "all") -> A
     if decisive in answers:
         return decisive
     return otherwise if set(answers) == {otherwise} else "undecided at this scale"
+
+
+def by_step(a: Sequence[RunRecord], b: Sequence[RunRecord], *, domain: str = "held_out", n_boot: int = 2000
+            ) -> list[PairedDifference]:
+    """Acceptance of `a` minus that of `b` at every draft step, as `paired` gives it."""
+    n_steps = len(a[0].evaluation[domain].drafter.steps) if a and domain in a[0].evaluation else 0
+    return [paired(a, b, f"alpha_marginal_{k}", domain=domain, n_boot=n_boot) for k in range(n_steps)]
+
+
+def pooled(records: Sequence[RunRecord], *, domain: str = "held_out") -> StepwiseSummary:
+    """One summary over the seeds of an experiment. Raises KvshotError when one keeps no counts."""
+    counts = [r.evaluation[domain].counts for r in records if domain in r.evaluation]
+    if not counts or None in counts or len(counts) < len(records):
+        raise KvshotError(f"a record keeps no counts for {domain}: make it again")
+    return pool(counts)

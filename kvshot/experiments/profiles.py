@@ -43,8 +43,8 @@ PROFILES = {
                           precision="no")),
     "laptop": Profile(
         name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
-        draft_vocab_size=4096, max_length=512, train_conversations=8000,
-        train=TrainConfig(steps=2400, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=200)),
+        draft_vocab_size=4096, max_length=512, train_conversations=4000,
+        train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200)),
     "paper": Profile(
         name="paper", target="Qwen/Qwen3-8B", data=cache_dir() / "data" / "sharegpt", dtype="bfloat16",
         draft_vocab_size=32000, max_length=4096, online=True,

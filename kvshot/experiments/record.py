@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
+from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import ConversationCounts, StepwiseSummary
 from kvshot.fileio import atomic_file
@@ -198,12 +199,11 @@ def describe_code() -> CodeInfo:
 
 
 def describe_machine(device: torch.device | str = "cpu") -> MachineInfo:
-    """Processor, cores that this process may use, device and library versions."""
+    """Processor, cores that this process uses, device and library versions."""
     device = torch.device(device)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return MachineInfo(
         cpu=_cpu_name(),
-        cores=len(usable),
+        cores=min(usable_cores(), torch.get_num_threads()),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch=torch.__version__,
         transformers=transformers.__version__,

@@ -142,8 +142,8 @@ class Target:
         """
         return self.scorer(rows)(final)
 
-    def scorer(self, rows: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """`logits` for fixed `rows`, whose part of the head is picked once."""
+    def scorer(self, rows: Tensor | None = None, *, wide: bool = True) -> Callable[[Tensor], Tensor]:
+        """`logits` for fixed `rows`, whose part of the head is picked once; not `wide`: as precise as the product."""
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, head.bias
         if rows is not None:
@@ -153,8 +153,11 @@ class Target:
         cap = getattr(self.config, "final_logit_softcapping", None)
 
         def score(final: Tensor) -> Tensor:
-            scores = nn.functional.linear(final.to(weight.dtype), weight, bias).float()
-            if factor != 1.0:  # a pass over all scores costs as much as their product with the head
+            scores = nn.functional.linear(final.to(weight.dtype), weight, bias)
+            # a pass over all scores costs as much as their product with the head
+            if wide or factor != 1.0 or cap is not None:
+                scores = scores.float()
+            if factor != 1.0:
                 scores = scores * factor
             return scores if cap is None else torch.tanh(scores / cap) * cap
 

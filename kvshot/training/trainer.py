@@ -128,7 +128,7 @@ class Trainer:
         self.target, self.drafter, self.vocab, self.store = target, drafter, vocab, store
         self.config, self.folder, self.evaluate = config, Path(folder), evaluate
         self.accelerator = _accelerator(target.device)
-        teacher = target.scorer(vocab.ids.to(target.device))
+        teacher = target.scorer(vocab.ids.to(target.device), wide=False)  # the loss widens it, a part at a time
         loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay, offline=config.offline)
         if config.kv_gradient != 1:
             scale_kv_gradient(drafter, config.kv_gradient)

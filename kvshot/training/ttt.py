@@ -98,16 +98,26 @@ def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps
         yield state
 
 
+CPU_ROWS = 32
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
     """-sum_v p_v log q_v per row, with the gradient q - p kept from the forward pass in the logits' own precision."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, teacher: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        p = teacher.to(wide).softmax(-1)
-        log_q = logits.to(wide).log_softmax(-1)
-        loss = -(p * log_q).sum(-1)
-        ctx.save_for_backward((log_q.exp_() - p).to(logits.dtype))
+        difference = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        loss = logits.new_empty(logits.shape[:-1], dtype=wide)
+        # on a CPU a few rows at a time: the wide copies stay in its cache instead of going through memory
+        rows = CPU_ROWS if logits.device.type == "cpu" else max(1, loss.numel())
+        parts = (x.view(-1, *x.shape[loss.ndim :]) for x in (difference, loss))
+        for d, each, q, p in zip(*(x.split(rows) for x in (*parts, logits.flatten(0, -2), teacher.flatten(0, -2))),
+                                 strict=True):
+            p, log_q = p.to(wide).softmax(-1), q.to(wide).log_softmax(-1)
+            torch.linalg.vecdot(p, log_q, out=each).neg_()
+            d.copy_(log_q.exp_().sub_(p))
+        ctx.save_for_backward(difference)
         return loss
 
     @staticmethod

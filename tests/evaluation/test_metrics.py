@@ -12,6 +12,7 @@ from kvshot.evaluation import (
     StepwiseSummary,
     mat,
     paired_difference,
+    pool,
     retention,
     summarise,
 )
@@ -250,6 +251,27 @@ def test_seeds_are_resampled_in_pairs():
         paired_difference([a, a], [worse])
     with pytest.raises(KvshotError, match="at least one"):
         paired_difference([], [])
+
+
+def test_seeds_pool_into_one_summary():
+    hits = [random_hits(seed=s) for s in (3, 4)]
+    valid = hits[0].valid
+    hits = [StepwiseHits(h.hits & valid, valid, hits[0].conversation, h.oov & valid) for h in hits]
+    counts = [ConversationCounts.of(h) for h in hits]
+    one = pool(counts[:1], n_boot=50, seed=5)
+    assert one == summarise(hits[0], n_boot=50, seed=5)
+    both = pool(counts, n_boot=50)
+    for k, step in enumerate(both.steps):
+        assert step.alpha_marginal.numerator == sum(int((h.hits & h.valid)[:, k].sum()) for h in hits)
+        assert step.alpha_marginal.denominator == 2 * int(valid[:, k].sum())
+        assert step.alpha_marginal.low <= step.alpha_marginal.value <= step.alpha_marginal.high
+    assert both.mat.value == pytest.approx(mat(both.alpha))
+    # twice the same seed knows no more, and no less
+    twice = pool([counts[0], counts[0]], n_boot=50, seed=5)
+    assert [twice.mat.low, twice.mat.high] == pytest.approx([one.mat.low, one.mat.high])
+    other = random_hits(seed=9)
+    with pytest.raises(KvshotError, match="different columns"):
+        pool([counts[0], ConversationCounts.of(other)])
 
 
 def test_paired_difference_refuses():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from kvshot.errors import KvshotError
@@ -18,11 +21,11 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     options = dict(seeds=1, options=("--device", "cpu"))
     real, calls = campaign._kvshot, []
 
-    def command(*args):
+    def command(*args, **how):
         calls.append(args[:2])
         if args[:2] == ("train", "eagle3") and len(calls) == 2:
             raise KvshotError("killed by signal 9")
-        real(*args)
+        real(*args, **how)
 
     monkeypatch.setattr(campaign, "_kvshot", command)
     failed = reproduce("smoke", only=only, **where, **options)
@@ -57,10 +60,49 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     (tmp_path / "runs" / "smoke" / "eagle3-seed0" / "record.json").unlink()
     (tmp_path / "results" / "smoke" / "hybrid-checkpoint-seed0.json").unlink()
     calls[:] = [(), ()]
-    monkeypatch.setattr(campaign, "_kvshot", lambda *args: calls.append(args[:2]))
+    monkeypatch.setattr(campaign, "_kvshot", lambda *args, **how: calls.append(args[:2]))
     failed = reproduce("smoke", only=["hybrid-checkpoint"], **where, **options)
     assert calls[2:] == [("capture", "--profile"), ("train", "eagle3")]
     assert len(failed) == 1 and "its start eagle3 did not finish" in failed[0]
     # three splits, captured once with all layers that the three rows read; the rerun read fewer and used them
     stores = [FeatureStore(p.parent).meta for p in (tmp_path / "cache").rglob("index.json")]
     assert len(stores) == 3 and {len(s["kv_layers"]) for s in stores} == {3}
+
+
+def test_a_run_waits_for_its_start_and_no_other(tmp_path, monkeypatch):
+    """Two at a time: the hybrid starts when EAGLE-3 is done, another row in between."""
+    events, lock = [], threading.Lock()
+    eagle_may_end = threading.Event()
+
+    def command(*args, log=None, share=1):
+        if args[0] == "capture":
+            return
+        name, folder = args[1], Path(args[args.index("--out") + 1])
+        with lock:
+            events.append(("starts", name))
+        if name == "mtp":
+            assert ("ends", "eagle3") not in events
+            eagle_may_end.set()
+        if name == "eagle3":
+            assert eagle_may_end.wait(20)
+        assert share == 2 and log == folder.with_name(folder.name + ".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{name}\n\n")
+        (folder / "best").mkdir(parents=True)
+        (folder / "record.json").touch()
+        with lock:
+            events.append(("ends", name))
+
+    monkeypatch.setattr(campaign, "_kvshot", command)
+    monkeypatch.setattr(campaign, "publish", lambda folder, results: None)
+    only = ["hybrid-checkpoint", "mtp"]
+    assert reproduce("smoke", only=only, results=tmp_path / "r", runs=tmp_path, seeds=1, jobs=2) == []
+    assert sorted(events[:2]) == [("starts", "eagle3"), ("starts", "mtp")]
+    assert events.index(("ends", "eagle3")) < events.index(("starts", "hybrid-checkpoint"))
+    assert campaign._last_line(tmp_path / "smoke" / "mtp-seed0") == "mtp"
+
+
+def test_a_failed_run_says_why_although_its_output_is_in_a_file(tmp_path):
+    log = tmp_path / "run.log"
+    with pytest.raises(KvshotError, match=r"exit code 2 \(.*unknown experiment"):
+        campaign._kvshot("train", "nonsense", "--profile", "smoke", "--out", str(tmp_path / "run"), log=log, share=2)

@@ -7,13 +7,16 @@ import torch
 
 from kvshot.drafters.init import new_drafter
 from kvshot.drafters.injection import Given
+from kvshot.training import ttt
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import TTTLoss, choose_columns, gather_columns, soft_cross_entropy, unroll
 
 K = 4
 
 
-def test_soft_cross_entropy_and_its_gradient():
+@pytest.mark.parametrize("rows", [4, 32])
+def test_soft_cross_entropy_and_its_gradient(rows, monkeypatch):
+    monkeypatch.setattr(ttt, "CPU_ROWS", rows)
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, 7, generator=g, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(3, 5, 7, generator=g, dtype=torch.float64)

@@ -1,0 +1,147 @@
+"""The paper's claims as comparisons of two rows each, and what the records say about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvshot.analysis.verdict import Answer
+from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import PairedDifference
+from kvshot.experiments.campaign import records_of
+from kvshot.experiments.compare import combine, greater, paired
+from kvshot.paper import TABLE5, TABLE6
+
+Part = Literal["decay", "prediction 1", "prediction 2", "prediction 3", "hybrid", "ablations", "controls"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Row `a` is ahead of row `b` in `statistic` (see `paired_difference`).
+
+    whose: "paper", or "ours" for a question that the paper does not ask.
+    """
+
+    part: Part
+    text: str
+    a: str
+    b: str
+    statistic: str
+    whose: Literal["paper", "ours"] = "paper"
+
+    @property
+    def printed(self) -> float | None:
+        """The difference that the paper prints; None where it has no such rows."""
+        values = [_printed(row, self.statistic) for row in (self.a, self.b)]
+        return None if None in values else values[0] - values[1]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim beside the records. measured: None while a row is missing, and then there is no answer."""
+
+    claim: Claim
+    measured: PairedDifference | None
+    seeds: int
+    answer: Answer | None
+
+
+def _printed(row: str, statistic: str) -> float | None:
+    name, _, step = statistic.rpartition("_")
+    if row in TABLE5:
+        r = TABLE5[row]
+        return {"mat": r.mat, "retention": r.retention / 100}.get(
+            statistic, r.alpha[int(step)] if name == "alpha_marginal" else None)
+    if row in TABLE6:
+        r = TABLE6[row]
+        return {"mat": r.mat, "retention": r.retention / 100, "alpha_marginal_0": r.alpha_0,
+                "alpha_marginal_3": r.alpha_3, "alpha_marginal_6": r.alpha_6}.get(statistic)
+    return None
+
+
+def _claims() -> list[Claim]:
+    one, two, three = "prediction 1", "prediction 2", "prediction 3"
+    first, third, last = "alpha_marginal_0", "alpha_marginal_3", "alpha_marginal_6"
+    # of the paper's "no target info" row: a drafter that knows little has little to lose
+    out = [Claim(one, f"{d} draft layer{'s' * (d > 1)} on keys and values keep more of α0 than EAGLE-3",
+                 f"kv-only-{d}", "eagle3", "retention") for d in (1, 2, 3, 4)]
+    out += [Claim(one, f"{d} draft layers on keys and values are ahead of EAGLE-3 at the last step",
+                  f"kv-only-{d}", "eagle3", last) for d in (2, 3, 4)]
+    out += [Claim(one, "from the target's own blocks: the same at the last step", "kv-only-4-blocks", "eagle3", last,
+                  "ours"),
+            Claim(one, "a drafter without target information keeps more of α0 than EAGLE-3", "no-target-info",
+                  "eagle3", "retention")]
+    out += [Claim(two, f"draft layer {d} adds to MAT", f"kv-only-{d}", f"kv-only-{d - 1}", "mat") for d in (2, 3, 4)]
+    out += [Claim(two, f"{d} layers that start as the target's blocks beat {d} that start at random",
+                  f"kv-only-{d}-blocks", f"kv-only-{d}", "mat", "ours") for d in (2, 4)]
+    out += [Claim(two, "four such layers beat two", "kv-only-4-blocks", "kv-only-2-blocks", "mat", "ours"),
+            Claim(two, "EAGLE-3 gains from a start at the target's last block, too", "eagle3-block", "eagle3", "mat",
+                  "ours")]
+    out += [Claim(three, f"EAGLE-3 is ahead of {d} draft layer{'s' * (d > 1)} on keys and values at the first step",
+                  "eagle3", f"kv-only-{d}", first) for d in (1, 2, 3, 4)]
+    out += [Claim(three, "EAGLE-3 is ahead of layers that start as the target's blocks", "eagle3", "kv-only-4-blocks",
+                  first, "ours")]
+    out += [Claim("hybrid", text, a, b, s, whose) for text, a, b, s, whose in (
+        ("the hybrid from EAGLE-3's checkpoint is ahead of EAGLE-3", "hybrid-checkpoint", "eagle3", "mat", "paper"),
+        ("it is ahead of EAGLE-3 trained as long", "hybrid-checkpoint", "eagle3-continued", "mat", "ours"),
+        ("it is ahead of EAGLE-3 trained as long at the last step", "hybrid-checkpoint", "eagle3-continued", last,
+         "ours"),
+        ("training on helps EAGLE-3 by itself", "eagle3-continued", "eagle3", "mat", "ours"),
+        ("the hybrid from chance is ahead of EAGLE-3", "hybrid-random", "eagle3", "mat", "paper"),
+        ("the checkpoint helps the hybrid", "hybrid-checkpoint", "hybrid-random", "mat", "paper"),
+        ("EAGLE-3 is ahead of cross-attention alone", "eagle3", "cross-only-random", "mat", "paper"),
+        ("at the last step, too", "eagle3", "cross-only-random", last, "paper"),
+        ("the gate helps: hybrid ahead of cross-attention alone, both from the checkpoint", "hybrid-checkpoint",
+         "cross-only-checkpoint", "mat", "paper"))]
+    out += [Claim("ablations", text, a, b, "mat") for text, a, b in (
+        ("target information is what counts", "linear-projection", "no-target-info"),
+        ("a projection beats additional heads", "linear-projection", "head-concat"),
+        ("undoing RoPE before the projection helps", "kv-only-1", "linear-projection"),
+        ("four target layers beat three", "kv-layers-4", "kv-only-2"),
+        ("an MLP does not beat the projection", "kv-only-2", "mlp-projector"),
+        ("nor an MLP behind a LayerNorm", "kv-only-2", "mlp-projector-norm"),
+        ("keys and values beat a projection of hidden states", "kv-only-2", "hidden-to-kv"),
+        ("norms on queries and keys help", "qk-norm", "kv-only-2"),
+        ("online TTT beats offline", "kv-only-2", "offline-ttt"),
+        ("50 times the gradient for W_K and W_V helps offline", "offline-ttt-gradient-50", "offline-ttt"))]
+    out += [Claim("controls", "EAGLE-3's attention to earlier states is worth something", "eagle3",
+                  "no-prefix-attention", "mat", "ours"),
+            Claim("controls", "it slows the decay", "eagle3", "no-prefix-attention", "retention", "ours"),
+            Claim("controls", "EAGLE-3 is ahead of an MTP-style drafter trained on the first step", "eagle3", "mtp",
+                  "mat", "ours"),
+            Claim("controls", "training on all steps slows the decay", "eagle3", "mtp", "retention", "ours")]
+    return out
+
+
+CLAIMS: tuple[Claim, ...] = tuple(_claims())
+
+
+def judge(claim: Claim, results: str | os.PathLike, profile: str, *, domain: str = "held_out") -> Finding:
+    """One claim beside the records in results/<profile>; without an answer while a row has no record.
+
+    Raises KvshotError when the two rows are not of one campaign.
+    """
+    a, b = (list(records_of(name, Path(results) / profile).values()) for name in (claim.a, claim.b))
+    seeds = {r.training.seed for r in a} & {r.training.seed for r in b}
+    if not seeds:
+        return Finding(claim, None, 0, None)
+    measured = paired(a, b, claim.statistic, domain=domain)
+    return Finding(claim, measured, len(seeds), greater(claim.text, measured, (claim.a, claim.b)).answer)
+
+
+def scorecard(results: str | os.PathLike, profile: str, parts: Sequence[Part] = (), *, domain: str = "held_out"
+              ) -> list[Finding]:
+    """Every claim of `parts` (default: all) beside the records. Raises KvshotError for an unknown part."""
+    known = {c.part for c in CLAIMS}
+    if unknown := [p for p in parts if p not in known]:
+        raise KvshotError(f"no claims about {unknown[0]!r}: choose {', '.join(sorted(known))}")
+    return [judge(c, results, profile, domain=domain) for c in CLAIMS if not parts or c.part in parts]
+
+
+def overall(findings: Sequence[Finding], rule: Literal["all", "any"] = "all") -> str:
+    """One answer from those of the findings that have been run, in words; "not run yet" when none has."""
+    answers = [f.answer for f in findings if f.answer is not None]
+    return combine(answers, rule) if answers else "not run yet"

@@ -1,0 +1,54 @@
+"""Claims name rows that exist, take the paper's differences from its tables, and answer only from records."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshot import comparisons
+from kvshot.errors import KvshotError
+from kvshot.experiments import EXPERIMENTS
+from kvshot.experiments.claims import CLAIMS, Claim, judge, scorecard
+from kvshot.paper import TABLE5, TABLE6
+
+from .test_compare import record
+
+
+def test_rows_exist_and_texts_differ():
+    assert {c.a for c in CLAIMS} | {c.b for c in CLAIMS} <= set(EXPERIMENTS)
+    assert len({(c.part, c.text) for c in CLAIMS}) == len(CLAIMS)
+    # every row of the paper's tables decides something
+    assert set(TABLE5) | set(TABLE6) - {"baseline"} <= {c.a for c in CLAIMS} | {c.b for c in CLAIMS}
+
+
+def test_the_papers_differences():
+    def printed(a, b, statistic):
+        return Claim("hybrid", "", a, b, statistic).printed
+
+    assert printed("kv-only-2", "kv-only-1", "mat") == pytest.approx(2.23 - 1.84)
+    assert printed("kv-only-4", "eagle3", "retention") == pytest.approx(0.806 - 0.735)
+    assert printed("eagle3", "kv-only-1", "alpha_marginal_0") == pytest.approx(0.638 - 0.494)
+    assert printed("offline-ttt", "kv-only-2", "alpha_marginal_3") == pytest.approx(0.488 - 0.497)
+    assert printed("hybrid-checkpoint", "eagle3-continued", "mat") is None
+    # a claim of the paper's own points the way its numbers do, but for those that its text takes back
+    for c in CLAIMS:
+        if c.whose == "paper" and c.part not in ("prediction 1",):
+            assert c.printed >= 0, c
+        assert (c.printed is None) == (c.whose == "ours"), c
+
+
+def test_an_answer_needs_both_rows(tmp_path):
+    claim = Claim("prediction 2", "deeper is better", "kv-only-2", "kv-only-1", "mat")
+    folder = tmp_path / "smoke"
+    folder.mkdir()
+    assert judge(claim, tmp_path, "smoke").answer is None
+    for name, rate, seeds in (("kv-only-2", 0.6, (0, 1)), ("kv-only-1", 0.5, (0,))):
+        for seed in seeds:
+            record(name, rate, seed).save(folder / f"{name}-seed{seed}.json")
+    finding = judge(claim, tmp_path, "smoke")
+    assert finding.answer == "supported" and finding.seeds == 1 and finding.measured.difference.low > 0
+    findings = scorecard(tmp_path, "smoke", ["prediction 2"])
+    table = comparisons.scorecard_table(findings)
+    assert len(table) == len(findings) and (table["answer"] == "not run yet").sum() == len(findings) - 1
+    assert table.loc["draft layer 2 adds to MAT", "paper"] == "+0.390"
+    with pytest.raises(KvshotError, match="choose ablations"):
+        scorecard(tmp_path, "smoke", ["prediction 9"])
