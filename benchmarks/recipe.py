@@ -34,9 +34,9 @@ CHOICES = {
     },
     "kv-only-2": {
         "as chosen": {},
-        "lr 1e-3": {"lr": 1e-3},
         "lr 4e-3": {"lr": 4e-3},
-        "random start": {"init": "random"},
+        "lr 1e-3": {"lr": 1e-3},
+        "norm and head from the target": {"init": "target"},
     },
 }
 

@@ -64,8 +64,7 @@ def _printed(row: str, statistic: str) -> float | None:
 
 def _claims() -> list[Claim]:
     one, two, three = "prediction 1", "prediction 2", "prediction 3"
-    first, third, last = "alpha_marginal_0", "alpha_marginal_3", "alpha_marginal_6"
-    # of the paper's "no target info" row: a drafter that knows little has little to lose
+    first, last = "alpha_marginal_0", "alpha_marginal_6"
     out = [Claim(one, f"{d} draft layer{'s' * (d > 1)} on keys and values keep more of α0 than EAGLE-3",
                  f"kv-only-{d}", "eagle3", "retention") for d in (1, 2, 3, 4)]
     out += [Claim(one, f"{d} draft layers on keys and values are ahead of EAGLE-3 at the last step",

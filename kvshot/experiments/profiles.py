@@ -44,7 +44,8 @@ PROFILES = {
     "laptop": Profile(
         name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
         draft_vocab_size=4096, max_length=512, train_conversations=4000,
-        train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200)),
+        train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200),
+        families={"kv": {"init": "random"}}),
     "paper": Profile(
         name="paper", target="Qwen/Qwen3-8B", data=cache_dir() / "data" / "sharegpt", dtype="bfloat16",
         draft_vocab_size=32000, max_length=4096, online=True,

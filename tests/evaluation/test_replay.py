@@ -1,0 +1,43 @@
+"""A replay of the target's own text makes the verify calls of a decoder that writes it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvshot.errors import KvshotError
+from kvshot.evaluation.decode import decode
+from kvshot.evaluation.replay import Text, replay_chains, replay_tree
+from kvshot.evaluation.tree import TreeShape
+
+from .test_decode import KINDS, make_drafter, make_target
+
+
+def calls(report):
+    return report.accepted, report.tried, report.kept
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True,
+          phases=[Phase.explicit, Phase.generate])  # to shrink a failure takes minutes
+@given(data=st.data())
+def test_a_replay_is_the_decoder(data):
+    draw, vocab = data.draw, 11
+    kind, seed = draw(st.sampled_from(sorted(KINDS))), draw(st.integers(0, 2))
+    target, drafter = make_target(vocab), make_drafter(vocab, kind, seed)
+    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9))
+    shape = TreeShape(draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 9)))
+    eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 24))
+    done = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos)
+    text = Text.read(target, drafter, ids, done.tokens, limit=n, eos_ids=eos)
+    assert calls(replay_tree(drafter, text, shape)) == calls(done.report)
+    length = draw(st.integers(1, 6))
+    chain = decode(target, drafter, ids, max_new_tokens=n, shape=TreeShape(length), eos_ids=eos)
+    assert calls(replay_chains(drafter, text, [length, 6])[length]) == calls(chain.report)
+
+
+def test_nothing_to_replay():
+    target, drafter = make_target(11), make_drafter(11, "eagle3")
+    with pytest.raises(KvshotError, match="at least one token"):
+        Text.read(target, drafter, [1, 2], [])
