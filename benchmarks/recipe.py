@@ -26,16 +26,13 @@ CHOICES = {
     "eagle3": {
         "as chosen": {},
         "batches of 4,096 tokens": {"batch_tokens": 4096},
-        "batches of 1,024 tokens": {"batch_tokens": 1024},
         "lr 1e-3": {"lr": 1e-3},
-        "lr 4e-3": {"lr": 4e-3},
-        "Muon": {"optimizer": "muon"},
         "random start": {"init": "random"},
     },
     "kv-only-2": {
         "as chosen": {},
-        "lr 4e-3": {"lr": 4e-3},
-        "lr 1e-3": {"lr": 1e-3},
+        "lr 2e-3": {"lr": 2e-3},
+        "lr 5e-4": {"lr": 5e-4},
         "norm and head from the target": {"init": "target"},
     },
 }

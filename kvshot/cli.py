@@ -238,6 +238,22 @@ def evaluate(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="folder that `kvshot train` wrote")],
+    results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    device: DeviceOption = None,
+) -> None:
+    """Tokens a verify call of a trained drafter, end to end on the target's own greedy text (Table 4)."""
+    from kvshot.experiments.end_to_end import measure_run
+
+    record, path = measure_run(run, results, device=device)
+    for name, domain in record.domains.items():
+        console.print(f"{name}: {domain.prompts} prompts, {domain.tokens} tokens, MAT " + ", ".join(
+            f"{shape} {sum(c.kept) / sum(c.calls):.2f}" for shape, c in domain.shapes.items()))
+    console.print(f"{path}")
+
+
+@app.command()
 def show(records: Annotated[list[Path], typer.Argument(help="record files, or folders of them")]) -> None:
     """Print run records."""
     from kvshot.experiments import RunRecord, load_records

@@ -18,6 +18,7 @@ from kvshot.experiments import RunRecord
 from kvshot.experiments.campaign import records_of
 from kvshot.experiments.claims import Finding
 from kvshot.experiments.compare import by_step, pooled
+from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
 from kvshot.paper import TABLE5, TABLE6
 from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines
 
@@ -231,3 +232,41 @@ def seeds_table(records: Sequence[RunRecord], *, domain: str = "held_out") -> pd
             lines[label(name)] = [" ".join(f"{m:.3f}" for m in mats), f"{max(mats) - min(mats):.3f}"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=["MAT, a number a seed", "range"]).rename_axis(
         columns="row")
+
+
+def calls_table(measured: Mapping[str, EndToEnd], domain: str, paper: Mapping[str, float] | None = None
+                ) -> pd.DataFrame:
+    """Tokens a verify call with 95 % intervals over prompts: the paper's tree, and chains; a row a drafter."""
+    shapes = ["tree (8, 10, 60)", *(f"chain {n}" for n in (1, 2, 4, 6, 8))]
+    lines = {}
+    for name, record in measured.items():
+        calls = record.domains[domain].shapes
+        first, *rest = (mat_of(calls[s]) for s in shapes)
+        printed = (paper or {}).get(name)
+        lines[label(name)] = [f"{first.value:.2f} [{first.low:.2f}, {first.high:.2f}]",
+                              "-" if printed is None else f"{printed:.2f}", *(f"{e.value:.2f}" for e in rest)]
+    columns = [shapes[0], "paper's Table 4", *shapes[1:]]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="MAT")
+
+
+def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
+    """Tokens a verify call against the length of the chain, a line a drafter, bands: intervals over prompts."""
+    fig, ax = plt.subplots(layout="constrained")
+    labels = []
+    for (name, record), colour, marker in zip(measured.items(), PALETTE, MARKERS, strict=False):
+        calls = record.domains[domain].shapes
+        lengths = sorted(int(s.split()[1]) for s in calls if s.startswith("chain"))
+        mats = [mat_of(calls[f"chain {n}"]) for n in lengths]
+        ax.plot(lengths, [m.value for m in mats], color=colour, marker=marker)
+        ax.fill_between(lengths, [m.low for m in mats], [m.high for m in mats], color=colour, alpha=0.15, linewidth=0)
+        labels.append((mats[-1].value, label(name), colour))
+    ax.set(xlabel="drafted tokens in a chain", ylabel="tokens a verify call (MAT)", xticks=lengths)
+    label_lines(ax, ax.get_xlim()[1], labels)
+    plt.close(fig)
+    return fig
+
+
+def end_to_end(names: Sequence[str], results: str | os.PathLike, profile: str) -> dict[str, EndToEnd]:
+    """The end-to-end records of experiments (seed 0), by name; those without are left out."""
+    paths = {name: place(results, profile, name) for name in names}
+    return {name: EndToEnd.load(path) for name, path in paths.items() if path.exists()}

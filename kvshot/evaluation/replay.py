@@ -25,14 +25,15 @@ from kvshot.targets import Target, capture
 class Text:
     """A prompt of `n_prompt` tokens with the target's greedy text behind it, as one drafter remembers it.
 
-    limit: how many tokens the decoder may write; ended: the text ends with an end token.
+    limit: how many tokens the decoder may write; ended: the text ends with an end token; otherwise: tokens of the text
+    that the target would choose otherwise in one pass over all of it (near ties).
     """
 
     ids: Tensor
     n_prompt: int
     limit: int
     ended: bool
-    given: Given
+    otherwise: int
     memory: Memory
     fused: Tensor | None
 
@@ -52,7 +53,9 @@ class Text:
         # the last entry's token is not known; no column sees it
         memory = drafter.remember(given, torch.cat([ids[1:], ids[-1:]])[None])
         ended = text[-1] in (target.eos_ids if eos_ids is None else eos_ids)
-        return cls(ids, len(prompt), limit or len(text), ended, given, memory, drafter.fuse(given.hidden))
+        own = target.logits(context.final[0, len(prompt) - 1 : -1]).argmax(-1)
+        otherwise = int((own != ids[len(prompt) :]).sum())
+        return cls(ids, len(prompt), limit or len(text), ended, otherwise, memory, drafter.fuse(given.hidden))
 
     def report(self, accepts, levels: int) -> DecodeReport:
         """Walk the text: accepts(column, n) -> (accepted, tried) of a draft of at most n levels."""

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
+from kvshot.experiments.end_to_end import place
 from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
 from kvshot.progress import EVERY
-from kvshot.training.trainer import TrainConfig
 
 
 def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
@@ -33,15 +33,27 @@ def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
 
 def missing(profile_name: str, results: str | os.PathLike, only: Sequence[str] = (), seeds: int = 3
             ) -> Iterator[tuple[Experiment, int]]:
-    """What a campaign has still to run, in its order: no record, or one of another recipe or without counts."""
-    chosen, folder = profile(profile_name), Path(results) / profile_name
+    """What a campaign has still to run, in its order: no record, or one of another recipe or without counts.
+
+    A row of Table 4 is missing as long as its first seed has not been measured end to end.
+    """
     for e, seed in plan(only, seeds):
-        path = folder / f"{e.name}-seed{seed}.json"
-        if not path.exists() or not _fits(RunRecord.load(path), chosen, recipe(chosen, e.name, seed=seed)):
+        if not _published(profile_name, results, e, seed) or _to_replay(profile_name, results, e, seed):
             yield e, seed
 
 
-def _fits(record: RunRecord, chosen: Profile, wanted: TrainConfig) -> bool:
+def _published(profile_name: str, results: str | os.PathLike, e: Experiment, seed: int) -> bool:
+    return _fits(Path(results) / profile_name / f"{e.name}-seed{seed}.json", profile(profile_name), e.name, seed)
+
+
+def _to_replay(profile_name: str, results: str | os.PathLike, e: Experiment, seed: int) -> bool:
+    return "table4" in e.tables and seed == 0 and not place(results, profile_name, e.name).exists()
+
+
+def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
+    if not path.exists():
+        return False
+    record, wanted = RunRecord.load(path), recipe(chosen, name, seed=seed)
     if record.training is None or any(d.counts is None for d in record.evaluation.values()):
         return False
     if chosen.train_conversations not in (None, record.data.n_train_conversations):
@@ -68,7 +80,8 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
     todo, failed = list(missing(profile_name, results, only, seeds)), []
     if not todo:
         return []
-    lacking = {(e.name, seed) for e, seed in todo}
+    lacking = {(e.name, seed) for e, seed in todo if not _published(profile_name, results, e, seed)}
+    chosen = profile(profile_name)
     # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
     for e, seed in list(todo):
         before = e.start and (EXPERIMENTS[e.start], seed)
@@ -81,10 +94,14 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         folder = runs / f"{e.name}-seed{seed}"
         if e.start and not finished(runs / f"{e.start}-seed{seed}"):
             raise KvshotError(f"its start {e.start} did not finish")
-        _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
-                log=_log(folder) if jobs > 1 else None, share=jobs)
+        share = {"log": _log(folder) if jobs > 1 else None, "share": jobs}
+        if not (finished(folder) and _fits(folder / "record.json", chosen, e.name, seed)):
+            _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
+                    **share)
         if (e.name, seed) in lacking:
             publish(folder, results)
+        if _to_replay(profile_name, results, e, seed):
+            _kvshot("replay", str(folder), "--results", str(results), *options, **share)
 
     waiting, running, count = list(todo), {}, 0
     with ThreadPoolExecutor(jobs) as pool:

@@ -19,7 +19,8 @@ class Profile(BaseModel):
     data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
     training split (None: all). online: run the target during training instead of storing its features. families: what
-    of the recipe differs for a family of drafters (see `Experiment`).
+    of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every held-out domain, for
+    what is measured end to end on greedy text of `replay_tokens` tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,18 +35,28 @@ class Profile(BaseModel):
     online: bool = False
     train: TrainConfig
     families: dict[str, dict[str, JsonValue]] = {}
+    replay_prompts: int = Field(80, ge=2)
+    replay_tokens: int = Field(128, ge=2)
 
+
+_LAPTOP = Profile(
+    name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
+    draft_vocab_size=4096, max_length=512, train_conversations=4000,
+    train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200),
+    families={"kv": {"init": "random", "lr": 1e-3}})
 
 PROFILES = {
     "smoke": Profile(
         name="smoke", target="smoke", data=None, dtype="float32", draft_vocab_size=64, max_length=160,
+        replay_prompts=4, replay_tokens=24,
         train=TrainConfig(steps=40, batch_tokens=1024, columns_per_sequence=24, lr=3e-3, eval_every=20,
                           precision="no")),
-    "laptop": Profile(
-        name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
-        draft_vocab_size=4096, max_length=512, train_conversations=4000,
-        train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200),
-        families={"kv": {"init": "random"}}),
+    # every row: 2 M tokens, so that all of them can be run on a laptop
+    "laptop": _LAPTOP,
+    # the rows that live pages use: 9 M tokens, until validation MAT is nearly flat
+    "laptop-long": _LAPTOP.model_copy(update={
+        "name": "laptop-long", "train_conversations": 8000,
+        "train": TrainConfig(steps=2400, batch_tokens=4096, columns_per_sequence=48, lr=3e-3, eval_every=200)}),
     "paper": Profile(
         name="paper", target="Qwen/Qwen3-8B", data=cache_dir() / "data" / "sharegpt", dtype="bfloat16",
         draft_vocab_size=32000, max_length=4096, online=True,

@@ -17,7 +17,8 @@ Choices = dict[str, object]
 class Experiment:
     """One row. Names are the keys of `kvshot.paper` where the paper has the row.
 
-    about: what it tests. tables: where it stands ("table1" .. "table6", "fig1b", "beyond"). choices(target): what of
+    about: what it tests. tables: where it stands ("table1" .. "table6", "fig1b", "beyond"); what
+    stands in "table4" is measured end to end, too. choices(target): what of
     `DrafterConfig` differs from the defaults. train: what of the profile's recipe differs. start: the experiment whose
     checkpoint it starts from, of the same seed. family: whose learning rate and start it gets. decisive: it decides a
     claim, and is run with several seeds.
@@ -70,7 +71,8 @@ def _norms(target: Target) -> Choices:
 def _rows() -> list[Experiment]:
     kv2 = "the 2-layer KV-only drafter of Table 2 with one change: "
     return [
-        Experiment("eagle3", "hidden states reused, one layer: the baseline", ("table3", "table5", "fig1b", "table2"),
+        Experiment("eagle3", "hidden states reused, one layer: the baseline", ("table3", "table4", "table5", "fig1b",
+                   "table2"),
                    _states, decisive=True),
         Experiment("kv-only-2", "keys and values reused, 2 draft layers", ("table2", "table5", "table6"),
                    _kv(depth=2), "kv", decisive=True),
@@ -79,11 +81,11 @@ def _rows() -> list[Experiment]:
         Experiment("kv-only-4", "keys and values reused, 4 draft layers", ("table2", "table5"), _kv(depth=4), "kv",
                    decisive=True),
         Experiment("kv-only-4-blocks", "4 draft layers that start as copies of the target's outer blocks: optimisation "
-                   "or capacity?", ("table2", "beyond"), _blocks(4), "kv", {"init": "layers"}, decisive=True),
-        Experiment("hybrid-checkpoint", "both, merged by a gate, from EAGLE-3's checkpoint", ("table3", "table5"),
-                   _with_states("both"), start="eagle3", decisive=True),
+                   "or capacity?", ("table2", "table4", "beyond"), _blocks(4), "kv", {"init": "layers"}, decisive=True),
+        Experiment("hybrid-checkpoint", "both, merged by a gate, from EAGLE-3's checkpoint", ("table3", "table4",
+                   "table5"), _with_states("both"), start="eagle3", decisive=True),
         Experiment("eagle3-continued", "EAGLE-3 trained on for as long as the warm-started hybrid",
-                   ("table3", "beyond"), _states, start="eagle3", decisive=True),
+                   ("table3", "table4", "beyond"), _states, start="eagle3", decisive=True),
         Experiment("no-prefix-attention", "hidden states without attention to earlier ones: what a single compressed "
                    "vector holds", ("beyond",), lambda target: {**_states(target), "memory": "none"}, decisive=True),
         Experiment("no-target-info", "no target information: a one-layer language model", ("table1", "table5"),

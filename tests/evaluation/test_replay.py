@@ -31,6 +31,7 @@ def test_a_replay_is_the_decoder(data):
     eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 24))
     done = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos)
     text = Text.read(target, drafter, ids, done.tokens, limit=n, eos_ids=eos)
+    assert text.otherwise == 0
     assert calls(replay_tree(drafter, text, shape)) == calls(done.report)
     length = draw(st.integers(1, 6))
     chain = decode(target, drafter, ids, max_new_tokens=n, shape=TreeShape(length), eos_ids=eos)

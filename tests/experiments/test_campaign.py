@@ -10,6 +10,7 @@ import pytest
 from kvshot.errors import KvshotError
 from kvshot.experiments import RunRecord, campaign, load_records
 from kvshot.experiments.campaign import missing, reproduce
+from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
 from kvshot.targets import FeatureStore
 
 
@@ -34,7 +35,8 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     assert [e.name for e, _ in missing("smoke", tmp_path / "results", only, 1)] == ["eagle3", "hybrid-checkpoint"]
     calls[:] = [(), ()]
     assert reproduce("smoke", only=only, **where, **options) == []
-    assert calls[2:] == [("capture", "--profile"), ("train", "eagle3"), ("train", "hybrid-checkpoint")]
+    ran = [c[1] if c[0] == "train" else c[0] for c in calls[2:]]
+    assert ran == ["capture", "eagle3", "replay", "hybrid-checkpoint", "replay"]
     records = {r.experiment: r for r in load_records(tmp_path / "results" / "smoke")}
     assert set(records) == {"eagle3", "hybrid-checkpoint", "mtp"}
     assert records["mtp"].training.options["n_steps"] == 1
@@ -43,7 +45,10 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     # the warm start is worth something: after as many steps the hybrid is ahead of its start
     mat = {n: r.evaluation["held_out"].drafter.mat.value for n, r in records.items()}
     assert mat["hybrid-checkpoint"] > mat["eagle3"] - 0.02
-    assert reproduce("smoke", only=only, **where, **options) == [] and calls[5:] == []
+    assert reproduce("smoke", only=only, **where, **options) == [] and calls[7:] == []
+    measured = EndToEnd.load(place(where["results"], "smoke", "hybrid-checkpoint"))
+    assert set(measured.domains["held_out"].shapes) == {"tree (8, 10, 60)", *(f"chain {n}" for n in range(1, 9))}
+    assert mat_of(measured.domains["held_out"].shapes["chain 1"]).value >= 1
     # a record of another recipe, or one without counts, is no record of this campaign
     path = tmp_path / "results" / "smoke" / "mtp-seed0.json"
     record = RunRecord.load(path)
@@ -75,7 +80,7 @@ def test_a_run_waits_for_its_start_and_no_other(tmp_path, monkeypatch):
     eagle_may_end = threading.Event()
 
     def command(*args, log=None, share=1):
-        if args[0] == "capture":
+        if args[0] != "train":
             return
         name, folder = args[1], Path(args[args.index("--out") + 1])
         with lock:
@@ -95,6 +100,7 @@ def test_a_run_waits_for_its_start_and_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(campaign, "_kvshot", command)
     monkeypatch.setattr(campaign, "publish", lambda folder, results: None)
+    monkeypatch.setattr(campaign, "_fits", lambda path, chosen, name, seed: False)
     only = ["hybrid-checkpoint", "mtp"]
     assert reproduce("smoke", only=only, results=tmp_path / "r", runs=tmp_path, seeds=1, jobs=2) == []
     assert sorted(events[:2]) == [("starts", "eagle3"), ("starts", "mtp")]

@@ -1,0 +1,202 @@
+"""Tokens a verify call end to end (the paper's Table 4): drafters against the target's own greedy text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from kvshot.data import prompt_ids
+from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
+from kvshot.drafters.checkpoint import load_drafter
+from kvshot.drafters.drafter import Drafter
+from kvshot.errors import KvshotError
+from kvshot.evaluation.decode import DecodeReport, plain_decode
+from kvshot.evaluation.metrics import Estimate
+from kvshot.evaluation.replay import Text, replay_chains, replay_tree
+from kvshot.evaluation.tree import TreeShape
+from kvshot.experiments.bench import Bench
+from kvshot.experiments.profiles import profile
+from kvshot.experiments.record import CodeInfo, MachineInfo, RunRecord, TargetInfo, describe_code, describe_machine
+from kvshot.fileio import atomic_file, cache_dir
+from kvshot.progress import progress
+from kvshot.targets import Target
+
+PAPER_TREE = TreeShape(8, 10, 60)
+CHAINS = tuple(range(1, 9))
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Calls(_Strict):
+    """Verify calls of every prompt, and the tokens that they kept (the target's own included)."""
+
+    calls: list[NonNegativeInt]
+    kept: list[NonNegativeInt]
+
+    @classmethod
+    def of(cls, reports: Sequence[DecodeReport]) -> Calls:
+        return cls(calls=[len(r.kept) for r in reports], kept=[sum(r.kept) for r in reports])
+
+
+class Domain(_Strict):
+    """texts_sha256: of prompts and texts; otherwise: text tokens that one pass over the text would have chosen
+    otherwise (near ties of the target's two best scores); shapes: "tree (8, 10, 60)", "chain 1" .. "chain 8".
+    """
+
+    prompts: PositiveInt
+    tokens: NonNegativeInt
+    otherwise: NonNegativeInt
+    texts_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    shapes: dict[str, Calls]
+
+
+class EndToEnd(_Strict):
+    """One drafter's verify calls on the target's greedy text, by domain."""
+
+    experiment: str
+    profile: str
+    seed: NonNegativeInt
+    max_new_tokens: PositiveInt
+    target: TargetInfo
+    computed_in: str
+    domains: dict[str, Domain]
+    code: CodeInfo
+    machine: MachineInfo
+    created: AwareDatetime
+
+    def save(self, path: str | os.PathLike) -> None:
+        with atomic_file(Path(path)) as tmp:
+            tmp.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> EndToEnd:
+        """Raises KvshotError for a file that is no such record."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
+        except (OSError, ValueError) as err:
+            first = str(err).splitlines()[0]
+            raise KvshotError(f"{path} is no end-to-end record ({first}): measure it again") from err
+
+
+def place(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0) -> Path:
+    return Path(results) / profile / "end_to_end" / f"{experiment}-seed{seed}.json"
+
+
+def greedy_texts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, quiet: bool = False
+                 ) -> list[list[int]]:
+    """The target's greedy text behind each prompt, kept in the cache."""
+    about = json.dumps([target.weights_sha256, str(target.dtype), max_new_tokens, [list(p) for p in prompts]])
+    path = cache_dir() / "greedy" / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    texts: list[list[int]] = []
+    with progress("greedy texts (prompts)", len(prompts), quiet=quiet) as advance:
+        if target.device.type == "cpu":  # many rows at a time: one at a time a small target waits for its memory
+            texts = _in_blocks(target, prompts, max_new_tokens, advance)
+        else:
+            for p in prompts:
+                texts.append(plain_decode(target, p, max_new_tokens))
+                advance()
+    with atomic_file(path) as tmp:
+        tmp.write_text(json.dumps(texts))
+    return texts
+
+
+def _in_blocks(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, advance) -> list[list[int]]:
+    start, stop, size = len(os.path.commonprefix([list(p[:-1]) for p in prompts])), frozenset(target.eos_ids), 64
+    generator = BlockGenerator(target.model, prompts[0][:start], block_rows=size, max_rows=size,
+                               capacity=max(map(len, prompts)) + max_new_tokens + 2)
+    blocks = ((n, [Row((Forced(tuple(p[start:])), Sampled(max_new_tokens, stop)))
+                   for p in prompts[n * size : (n + 1) * size]]) for n in range(-(-len(prompts) // size)))
+    done = {}
+    for number, rows in generator.run(blocks):
+        # `written` is without the end token; `last` is what the target chose at the end
+        done[number] = [r.written[-1] + ([r.last] if r.outcome == "stop" else []) for r in rows]
+        advance(len(rows))
+    return [text for n in sorted(done) for text in done[n]]
+
+
+@torch.no_grad()
+def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int) -> EndToEnd:
+    """Replay the first prompts of every domain (the profile says how many): the paper's tree, and chains of 1 to 8.
+
+    bench.target should be in float32: its rounding is that of the text.
+    """
+    target, domains = bench.target, {}
+    prompts, max_new_tokens = bench.profile.replay_prompts, bench.profile.replay_tokens
+    for name in bench.domains:
+        conversations = bench.conversations[name][:prompts]
+        asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in conversations]
+        texts = greedy_texts(target, asked, max_new_tokens, quiet=bench.quiet)
+        reports: dict[str, list[DecodeReport]] = {}
+        otherwise = 0
+        with progress(f"{name}: replay (texts)", len(texts), quiet=bench.quiet) as advance:
+            for prompt, text in zip(asked, texts, strict=True):
+                read = Text.read(target, drafter, prompt, text, limit=max_new_tokens)
+                otherwise += read.otherwise
+                for n, report in replay_chains(drafter, read, CHAINS).items():
+                    reports.setdefault(f"chain {n}", []).append(report)
+                reports.setdefault("tree (8, 10, 60)", []).append(replay_tree(drafter, read, PAPER_TREE))
+                advance()
+        digest = hashlib.sha256(json.dumps([asked, texts]).encode()).hexdigest()
+        domains[name] = Domain(prompts=len(asked), tokens=sum(map(len, texts)), otherwise=otherwise,
+                               texts_sha256=digest, shapes={n: Calls.of(r) for n, r in reports.items()})
+    return EndToEnd(experiment=experiment, profile=bench.profile.name, seed=seed, max_new_tokens=max_new_tokens,
+                    target=bench.target_info(), computed_in=str(target.dtype).removeprefix("torch."), domains=domains,
+                    code=describe_code(), machine=describe_machine(target.device), created=datetime.now(UTC))
+
+
+def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: str | None = None
+                ) -> tuple[EndToEnd, Path]:
+    """Measure a finished run's best drafter in float32, and publish what came out. Raises KvshotError for no such run.
+    """
+    record = RunRecord.load(Path(run) / "record.json")
+    if record.training is None:
+        raise KvshotError(f"the run in {run} trained nothing: give a run that `kvshot train` made")
+    bench = Bench(profile(record.profile).model_copy(update={"dtype": "float32"}), device=device)
+    drafter, _ = load_drafter(Path(run) / "best", bench.target)
+    seed = record.training.seed
+    out = measure(bench, drafter, record.experiment, seed)
+    path = place(results, record.profile, record.experiment, seed)
+    out.save(path)
+    return out, path
+
+
+def mat_of(calls: Calls, *, n_boot: int = 2000) -> Estimate:
+    """Tokens a verify call, with a 95 % interval over prompts."""
+    samples = _resampled(calls, n_boot)
+    return _estimate(sum(calls.kept) / max(1, sum(calls.calls)), samples)
+
+
+def mat_difference(a: EndToEnd, b: EndToEnd, domain: str, shape: str, *, n_boot: int = 2000) -> Estimate:
+    """MAT of `a` minus that of `b` on the same texts, both under the same resamples of prompts.
+
+    Raises KvshotError when the texts differ.
+    """
+    x, y = a.domains[domain], b.domains[domain]
+    if x.texts_sha256 != y.texts_sha256:
+        raise KvshotError(f"{a.experiment} and {b.experiment} were measured on different texts: measure both again")
+    p, q = x.shapes[shape], y.shapes[shape]
+    return _estimate(sum(p.kept) / sum(p.calls) - sum(q.kept) / sum(q.calls),
+                     _resampled(p, n_boot) - _resampled(q, n_boot))
+
+
+def _resampled(calls: Calls, n_boot: int) -> np.ndarray:
+    n = len(calls.calls)
+    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=n_boot)
+    return weights @ np.array(calls.kept) / np.maximum(1, weights @ np.array(calls.calls))
+
+
+def _estimate(value: float, samples: np.ndarray) -> Estimate:
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return Estimate(value=float(value), low=float(low), high=float(high))
