@@ -14,10 +14,11 @@ from kvshot.training.ttt import choose_columns, gather_columns, unroll
 
 @torch.no_grad()
 def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, batch_tokens: int = 4096,
-                  quiet: bool = False) -> StepwiseHits:
+                  quiet: bool = False, **how: bool) -> StepwiseHits:
     """Whether the drafter's first choice is the target's, for each supervised column and step.
 
-    A target choice outside the draft vocabulary is a miss. Columns come by sequence, then by position.
+    A target choice outside the draft vocabulary is a miss. Columns come by sequence, then by position. how: `offline`
+    or `true_states` of `unroll`.
     """
     size = max(1, batch_tokens // max(store.lengths))
     device = drafter.vocab_ids.device
@@ -31,7 +32,7 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
             batch = batch.to(device)
             keep = columns.valid[..., 0]
             hits, oov = [], []
-            for k, state in enumerate(unroll(drafter, batch.ids, batch.given, columns.at, n_steps)):
+            for k, state in enumerate(unroll(drafter, batch.ids, batch.given, columns.at, n_steps, **how)):
                 label = gather_columns(batch.argmax, columns.at + 1 + k)[keep]
                 choice = drafter.vocab_ids[drafter.logits(state[keep]).argmax(-1)]
                 hits.append(choice == label)

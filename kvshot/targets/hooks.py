@@ -26,7 +26,8 @@ class TargetContext:
     """What the target gave for a right-padded batch. Entries where `mask` is False hold no meaning.
 
     ids, positions: int64 [B, T]; mask: bool [B, T]; hidden: [B, n, T, d]; keys (as cached: after k_norm and
-    RoPE) and values: [B, L_s, H_kv, T, D]; final: [B, T, d], after the final norm (what the head reads).
+    RoPE) and values: [B, L_s, H_kv, T, D]; final: [B, T, d], after the final norm (what the head reads); queries (after
+    q_norm and RoPE): [B, L_s, H, T, D], where they were asked for.
     """
 
     ids: Tensor
@@ -39,6 +40,7 @@ class TargetContext:
     kv_layers: Layers
     final: Tensor
     target: Target
+    queries: Tensor | None = None
 
     def keys_unrotated(self) -> Tensor:
         """The keys with RoPE taken off, [B, L_s, H_kv, T, D]."""
@@ -48,25 +50,26 @@ class TargetContext:
 @torch.no_grad()
 def capture(
     target: Target, ids: Tensor, mask: Tensor | None = None, *,
-    hidden_layers: Layers | None = None, kv_layers: Layers | None = None,
+    hidden_layers: Layers | None = None, kv_layers: Layers | None = None, queries: bool = False,
 ) -> TargetContext:
     """One forward pass of the target over ids [B, T], right-padded where mask [B, T] is False; no logits.
 
     hidden_layers: 0..L (None: the target's default; (): none); L is the state after the final norm, as in
-    Hugging Face. kv_layers: block ids 0..L-1 (likewise). Raises KvshotError for layers that do not exist or
-    have no full keys and values, token ids outside the vocabulary, and a mask that is not right-padded.
+    Hugging Face. kv_layers: block ids 0..L-1 (likewise). queries: those of `kv_layers`, too. Raises KvshotError for
+    layers that do not exist or have no full keys and values, token ids outside the vocabulary, and a mask that is not
+    right-padded.
     """
     ids = torch.as_tensor(ids, dtype=torch.int64, device=target.device)
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(target.device, torch.bool)
     hidden_layers, kv_layers = resolve_layers(target, hidden_layers, kv_layers)
     _check_batch(target, ids, mask)
-    states, keys, values = {}, {}, {}
+    states, keys, values, asked = {}, {}, {}, {}
     with ExitStack() as stack:
         for i in set(hidden_layers) - {target.n_layers}:
             block = target.decoder.layers[i]
             hook = block.register_forward_pre_hook(_keep_input(states, i), with_kwargs=True)
             stack.callback(hook.remove)
-        stack.enter_context(_recorded_attention(target, kv_layers, keys, values))
+        stack.enter_context(_recorded_attention(target, kv_layers, keys, values, asked if queries else None))
         # No attention mask: under causal attention right padding cannot reach a real token, and the fast
         # kernels take none.
         final = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -81,6 +84,7 @@ def capture(
         hidden=_stack(states, hidden_layers, final.new_zeros(batch, 0, length, target.hidden_size)),
         hidden_layers=hidden_layers, final=final, target=target, kv_layers=kv_layers,
         keys=_stack(keys, kv_layers, no_kv), values=_stack(values, kv_layers, no_kv),
+        queries=_stack(asked, kv_layers, no_kv) if queries else None,
     )
 
 
@@ -131,7 +135,8 @@ def _stack(tensors: dict[int, Tensor], layers: Layers, empty: Tensor) -> Tensor:
 
 @contextmanager
 def _recorded_attention(
-    target: Target, layers: Layers, keys: dict[int, Tensor], values: dict[int, Tensor]
+    target: Target, layers: Layers, keys: dict[int, Tensor], values: dict[int, Tensor],
+    queries: dict[int, Tensor] | None,
 ) -> Iterator[None]:
     """Meanwhile the attention function in transformers' registry also notes the keys and values it is given.
 
@@ -148,6 +153,8 @@ def _recorded_attention(
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
         if (layer := wanted.get(id(module))) is not None:
             keys[layer], values[layer] = key, value
+            if queries is not None:
+                queries[layer] = query
         # "eager" is not in the registry: each architecture brings its own
         attend = real or sys.modules[type(module).__module__].eager_attention_forward
         return attend(module, query, key, value, *args, **kwargs)

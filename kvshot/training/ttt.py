@@ -78,12 +78,14 @@ def gather_columns(x: Tensor, at: Tensor) -> Tensor:
     return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(*at.shape, *x.shape[2:]))
 
 
-def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps: int, *, offline: bool = False
-           ) -> Iterator[Tensor]:
+def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps: int, *, offline: bool = False,
+           true_states: bool = False) -> Iterator[Tensor]:
     """States [B, N, d] of steps 0..K-1 for columns [B, N], teacher-forced on ids [B, T] and what the target gave for T.
 
     offline: step k starts from the target's states, keys and values of position i + k, as if the tokens before had been
     verified: the drafter never meets a state of its own making (Table 6, "Offline TTT").
+    true_states: an intervention on an ordinary unrolling. Step k is fed the target's fused state of position i + k in
+    place of the drafter's own; what it attends to stays as it was: its chain, and the memory of column i.
     """
     # the last position's column has no token to feed: its entry is cut by every limit
     memory = drafter.remember(given, torch.cat([ids[:, 1:], ids[:, -1:]], 1))
@@ -93,6 +95,8 @@ def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps
         at = columns + k if offline else columns
         if k == 0 or offline:
             state, chain = None if fused is None else gather_columns(fused, at), None
+        elif true_states and fused is not None:
+            state = gather_columns(fused, columns + k)
         position = columns + 1 + k
         state, chain = drafter.step(gather_columns(ids, position), position, state, memory, drafter.limit(at), chain)
         yield state
