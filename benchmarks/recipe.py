@@ -26,14 +26,15 @@ CHOICES = {
     "eagle3": {
         "as chosen": {},
         "batches of 4,096 tokens": {"batch_tokens": 4096},
-        "lr 1e-3": {"lr": 1e-3},
-        "random start": {"init": "random"},
+        "lr 2e-3": {"lr": 2e-3},
+        "start from the target": {"init": "target"},
+        "start from the target, lr 2e-3": {"init": "target", "lr": 2e-3},
     },
     "kv-only-2": {
         "as chosen": {},
         "lr 2e-3": {"lr": 2e-3},
         "lr 5e-4": {"lr": 5e-4},
-        "norm and head from the target": {"init": "target"},
+        "start from the target": {"init": "target"},
     },
 }
 

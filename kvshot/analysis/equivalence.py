@@ -43,16 +43,18 @@ def _design(context: TargetContext, layers: Sequence[int]) -> np.ndarray:
 
 
 def explained(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
-              ridge: float = 1e-2) -> pd.DataFrame:
+              blocks: Sequence[int] | None = None, ridge: float = 1e-2) -> pd.DataFrame:
     """How much of every block's keys (RoPE taken off) and values a linear map of hidden states explains, R² on `test`.
 
-    train, test: texts ids [T]; sources: name -> hidden layers that the map reads. One row a source and block. ridge:
-    in units of the mean variance of the inputs. R² pools the dimensions: 1 is perfect, 0 the mean of `train`.
+    train, test: texts ids [T]; sources: name -> hidden layers that the map reads; blocks: default all. One row a source
+    and block. ridge: in units of the mean variance of the inputs. R² pools the dimensions: 1 is perfect, 0 the mean of
+    `train`.
     """
+    blocks = target.kv_layers if blocks is None else tuple(blocks)
     wanted = tuple(sorted({i for layers in sources.values() for i in layers}))
 
     def read(texts: Sequence[Tensor]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        contexts = [capture(target, t[None], hidden_layers=wanted, kv_layers=target.kv_layers) for t in texts]
+        contexts = [capture(target, t[None], hidden_layers=wanted, kv_layers=blocks) for t in texts]
         inputs = {name: np.concatenate([_design(c, layers) for c in contexts]) for name, layers in sources.items()}
         outputs = [torch.stack([c.keys_unrotated()[0], c.values[0]], 1).permute(3, 0, 1, 2, 4) for c in contexts]
         return inputs, torch.cat(outputs).double().flatten(3).numpy()  # [N, L, 2, H_kv * D]
@@ -67,5 +69,5 @@ def explained(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], s
         weights = np.linalg.solve(gram, x.T @ (y_train - mean).reshape(len(x), -1))
         left = y_test - mean - (x_test[name] @ weights).reshape(-1, *shape)
         share = 1 - (left**2).sum((0, 3)) / ((y_test - mean) ** 2).sum((0, 3))
-        rows += [[name, layer, *share[at]] for at, layer in enumerate(target.kv_layers)]
+        rows += [[name, layer, *share[at]] for at, layer in enumerate(blocks)]
     return pd.DataFrame(rows, columns=["source", "block", "keys", "values"])

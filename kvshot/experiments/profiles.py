@@ -42,8 +42,7 @@ class Profile(BaseModel):
 _LAPTOP = Profile(
     name="laptop", target="smollm2-135m", data=ROOT / "results" / "data" / "smollm2-135m", dtype="bfloat16",
     draft_vocab_size=4096, max_length=512, train_conversations=4000,
-    train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=2e-3, eval_every=200),
-    families={"kv": {"init": "random", "lr": 1e-3}})
+    train=TrainConfig(steps=1000, batch_tokens=2048, columns_per_sequence=48, lr=1e-3, init="random", eval_every=200))
 
 PROFILES = {
     "smoke": Profile(
