@@ -35,7 +35,7 @@ class Profile(BaseModel):
     online: bool = False
     train: TrainConfig
     families: dict[str, dict[str, JsonValue]] = {}
-    replay_prompts: int = Field(80, ge=2)
+    replay_prompts: int = Field(50, ge=2)
     replay_tokens: int = Field(128, ge=2)
 
 

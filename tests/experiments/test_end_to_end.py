@@ -1,0 +1,100 @@
+"""End-to-end measurements: the texts are the target's own, statistics equal plain sums, the cost model its formula."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from kvshot.data import DraftVocab
+from kvshot.drafters import DrafterConfig, new_drafter
+from kvshot.errors import KvshotError
+from kvshot.evaluation import plain_decode
+from kvshot.evaluation.tree import TreeShape
+from kvshot.experiments import Bench, profile
+from kvshot.experiments.end_to_end import Calls, EndToEnd, greedy_texts, mat_difference, mat_of, measure, place
+from kvshot.experiments.wall_clock import pass_costs, per_call, predicted, speed_ups, time_decoding
+from kvshot.targets import load_target
+
+PROMPTS = [[1, 5, 9, 20], [1, 5, 30], [1, 5, 9, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("smoke", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    vocab = DraftVocab(torch.arange(64), target.vocab_size)
+    config = DrafterConfig.for_target(target, draft_vocab_size=64, hidden_layers=target.default_hidden_layers)
+    return new_drafter(target, config, vocab, seed=0, init="random").eval()
+
+
+def test_greedy_texts_are_the_plain_loops_and_are_kept(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path))
+    texts = greedy_texts(target, PROMPTS, 20, quiet=True)
+    assert texts == [plain_decode(target, p, 20) for p in PROMPTS]
+    (kept,) = tmp_path.rglob("greedy/*.json")
+    kept.write_text(json.dumps([[1]]))
+    assert greedy_texts(target, PROMPTS, 20, quiet=True) == [[1]]
+    assert greedy_texts(target, PROMPTS, 21, quiet=True) != [[1]]
+
+
+@pytest.mark.slow
+def test_a_record_round_trip(drafter, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path))
+    bench = Bench(profile("smoke"), device="cpu", quiet=True)
+    record = measure(bench, drafter, "eagle3", 0)
+    path = place(tmp_path, "smoke", "eagle3")
+    record.save(path)
+    assert EndToEnd.load(path) == record
+    domain = record.domains["held_out"]
+    assert domain.prompts == 4 and domain.otherwise == 0
+    for calls in domain.shapes.values():  # every call keeps a token at least, all but the first come from calls
+        assert sum(calls.kept) == domain.tokens - domain.prompts
+    assert sum(domain.shapes["chain 8"].calls) <= sum(domain.shapes["chain 1"].calls)
+    same = mat_difference(record, record, "held_out", "chain 4", n_boot=20)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    other = record.model_copy(deep=True)
+    other.domains["held_out"].texts_sha256 = "0" * 64
+    with pytest.raises(KvshotError, match="different texts"):
+        mat_difference(record, other, "held_out", "chain 4")
+    path.write_text("{}")
+    with pytest.raises(KvshotError, match="measure it again"):
+        EndToEnd.load(path)
+
+
+def test_mat_pools_calls():
+    e = mat_of(Calls(calls=[10, 20, 5], kept=[20, 30, 15]), n_boot=500)
+    assert e.value == pytest.approx(65 / 35)
+    assert 1.5 <= e.low < e.value < e.high <= 3
+
+
+@pytest.mark.slow
+def test_timing_decodes_the_same_texts(target, drafter):
+    times = time_decoding(target, PROMPTS, {"eagle3, chain 2": (drafter, TreeShape(2))}, max_new_tokens=12, quiet=True)
+    assert len(times) == 3 * 4 and times["same"].all()
+    ups = speed_ups(times, n_boot=50)
+    assert ups.loc["plain loop", "speed-up"] == 1 and (ups["tokens/s"] > 0).all()
+    calls = per_call(times)
+    assert list(calls.index) == ["eagle3, chain 2"] and 1 <= calls["kept"].iloc[0] <= 3
+    costs = pass_costs(target, PROMPTS[0] * 4, (1, 4), repeats=2)
+    assert set(costs) == {1, 4} and min(costs.values()) > 0
+
+
+def test_speed_up_is_the_median_of_paired_ratios():
+    times = pd.DataFrame({"prompt": [0, 1, 2] * 2, "name": ["plain loop"] * 3 + ["x"] * 3, "tokens": 10,
+                          "seconds": [2.0, 3.0, 8.0, 1.0, 2.0, 2.0], "same": True})
+    ups = speed_ups(times, n_boot=100)
+    assert ups.loc["x", "speed-up"] == 2.0 and ups.loc["x", "low"] >= 1.5 and ups.loc["x", "high"] <= 4
+    assert ups.loc["x", "tokens/s"] == pytest.approx(30 / 5)
+
+
+def test_the_cost_model():
+    got = predicted({1: 1.5, 3: 2.0}, {1: 0.1, 2: 0.12, 6: 0.20}, (0.01, 0.02), 0.005, 0.1)
+    assert got[1] == pytest.approx(1.5 * 0.1 / (0.12 + 0.03 + 0.005))
+    assert got[3] == pytest.approx(2.0 * 0.1 / (np.interp(4, [2, 6], [0.12, 0.20]) + 0.07 + 0.005))
