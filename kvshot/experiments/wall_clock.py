@@ -125,14 +125,27 @@ def per_call(times: pd.DataFrame) -> pd.DataFrame:
     return out
 
 
-def predicted(mats: Mapping[int, float], pass_seconds: Mapping[int, float], draft_seconds: tuple[float, float],
+def draft_seconds(calls: pd.DataFrame, name: str) -> tuple[float, float]:
+    """(constant, for each level) of drafting a chain, a line through the chains of a drafter in `per_call`.
+
+    Of one chain alone all is put on the levels.
+    """
+    chains = {int(n.rsplit(" ", 1)[1]): n for n in calls.index if n.startswith(f"{name}, chain ")}
+    if len(chains) == 1:
+        ((length, run),) = chains.items()
+        return 0.0, float(calls.loc[run, "drafter"]) / length
+    slope, constant = np.polyfit(list(chains), [calls.loc[run, "drafter"] for run in chains.values()], 1)
+    return float(constant), float(slope)
+
+
+def predicted(mats: Mapping[int, float], pass_seconds: Mapping[int, float], drafting: tuple[float, float],
               host_seconds: float, plain_seconds: float) -> pd.Series:
     """The cost model: how much faster chains of each length should be than the plain loop.
 
     mats: tokens a verify call by chain length; pass_seconds: of a target pass by its number of tokens (between those
-    that were measured, on a line); draft_seconds: a constant and a share for each level; plain_seconds: for one token.
+    that were measured, on a line); drafting: from `draft_seconds`; plain_seconds: for one token.
     """
     widths = sorted(pass_seconds)
     verify = {n: float(np.interp(n + 1, widths, [pass_seconds[w] for w in widths])) for n in mats}
-    call = {n: verify[n] + draft_seconds[0] + draft_seconds[1] * n + host_seconds for n in mats}
+    call = {n: verify[n] + drafting[0] + drafting[1] * n + host_seconds for n in mats}
     return pd.Series({n: mats[n] * plain_seconds / call[n] for n in mats}, name="speed-up")

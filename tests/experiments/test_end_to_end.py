@@ -16,7 +16,7 @@ from kvshot.evaluation import plain_decode
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments import Bench, profile
 from kvshot.experiments.end_to_end import Calls, EndToEnd, greedy_texts, mat_difference, mat_of, measure, place
-from kvshot.experiments.wall_clock import pass_costs, per_call, predicted, speed_ups, time_decoding
+from kvshot.experiments.wall_clock import draft_seconds, pass_costs, per_call, predicted, speed_ups, time_decoding
 from kvshot.targets import load_target
 
 PROMPTS = [[1, 5, 9, 20], [1, 5, 30], [1, 5, 9, 11, 12]]
@@ -95,6 +95,9 @@ def test_speed_up_is_the_median_of_paired_ratios():
 
 
 def test_the_cost_model():
+    calls = pd.DataFrame({"drafter": [0.03, 0.07, 0.05]}, index=["x, chain 1", "x, chain 3", "y, chain 2"])
+    assert draft_seconds(calls, "x") == pytest.approx((0.01, 0.02))
+    assert draft_seconds(calls, "y") == pytest.approx((0.0, 0.025))
     got = predicted({1: 1.5, 3: 2.0}, {1: 0.1, 2: 0.12, 6: 0.20}, (0.01, 0.02), 0.005, 0.1)
     assert got[1] == pytest.approx(1.5 * 0.1 / (0.12 + 0.03 + 0.005))
     assert got[3] == pytest.approx(2.0 * 0.1 / (np.interp(4, [2, 6], [0.12, 0.20]) + 0.07 + 0.005))
