@@ -31,7 +31,7 @@ def shortfalls(target: Target, prompt: list[int], text: list[int]) -> torch.Tens
     """Best score minus that of the token that was written, [N]; 0 where it is the best one."""
     final = capture(target, torch.tensor([[*prompt, *text]]), hidden_layers=(), kv_layers=()).final
     scores = target.logits(final[0, len(prompt) - 1 : -1])
-    return scores.amax(-1) - scores.gather(-1, torch.tensor(text)[:, None])[:, 0]
+    return scores.amax(-1) - scores.gather(-1, torch.tensor(text, device=scores.device)[:, None])[:, 0]
 
 
 def main(out: str, prompts: str = "100", new_tokens: str = "48", plain: str = "20") -> None:

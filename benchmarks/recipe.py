@@ -46,7 +46,10 @@ def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = 
     about = {"profile": profile_name, "experiment": experiment, "draft_vocab_size": chosen.draft_vocab_size,
              "recipe": base.model_dump(mode="json"), "data": bench.data_info().model_dump(),
              "machine": describe_machine().model_dump()}
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    before = json.loads(path.read_text()) if path.exists() else {"rows": [], **about}
+    if before["recipe"] != about["recipe"] or before["data"] != about["data"]:
+        raise SystemExit(f"{out} holds rows of another recipe or other data: delete it to begin again")
+    rows = before["rows"]
     for name, choice in CHOICES[experiment].items():
         if name in [row["name"] for row in rows]:
             continue

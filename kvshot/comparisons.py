@@ -81,7 +81,8 @@ def rows_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
 
 
 def _cells(s: StepwiseSummary) -> list[str]:
-    return [f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]" for e in (s.mat, s.retention)]
+    return ["undefined" if e.low is None else f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
+            for e in (s.mat, s.retention)]
 
 
 def alpha_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
@@ -136,6 +137,8 @@ def difference_table(steps: Mapping[str, Sequence[PairedDifference]]) -> pd.Data
 
 def signed(d: PairedDifference) -> str:
     e = d.difference
+    if e.low is None:
+        return "undefined"
     return f"{e.value:+.3f} [{e.low:+.3f}, {e.high:+.3f}]"
 
 
@@ -267,6 +270,13 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
 
 
 def end_to_end(names: Sequence[str], results: str | os.PathLike, profile: str) -> dict[str, EndToEnd]:
-    """The end-to-end records of experiments (seed 0), by name; those without are left out."""
+    """The end-to-end records of experiments (seed 0), by name; those without are left out.
+
+    Raises KvshotError when none of them has any.
+    """
     paths = {name: place(results, profile, name) for name in names}
-    return {name: EndToEnd.load(path) for name, path in paths.items() if path.exists()}
+    found = {name: EndToEnd.load(path) for name, path in paths.items() if path.exists()}
+    if not found:
+        raise KvshotError(f"no end-to-end records of {', '.join(names)} in {Path(results) / profile}: run "
+                          f"`kvshot reproduce --profile {profile} --only table4`")
+    return found

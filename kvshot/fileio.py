@@ -95,3 +95,25 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(os.environ.get("KVSHOT_CACHE") or platformdirs.user_cache_dir("kvshot", appauthor=False))
+
+
+@contextmanager
+def exclusive(folder: str | os.PathLike) -> Iterator[None]:
+    """Nobody else on this machine may be in `folder` meanwhile; KvshotError when somebody is.
+
+    The lock goes with the process, however it ends. Where the system has no such locks nothing is checked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            raise KvshotError(f"another process is at work in {folder}: wait for it, or stop it (a campaign that was "
+                              "killed may have left its run behind)") from err
+        yield

@@ -45,7 +45,7 @@ def test_shift_equals_plain_loops(target, ids):
         for t in range(first, len(ids) - k):
             now, later = head[t, 1 : t + 1], head[t + k, 1 : t + 1]
             p, q = (now / now.sum()).tolist(), (later / later.sum()).tolist()
-            suppressed.append(sum(b for a, b in zip(now.tolist(), q, strict=True) if a < 0.01))
+            suppressed.append(sum(b for a, b in zip(p, q, strict=True) if a < 0.01))
             js = sum((a * math.log2(2 * a / (a + b)) if a else 0) + (b * math.log2(2 * b / (a + b)) if b else 0)
                      for a, b in zip(p, q, strict=True)) / 2
             distance.append(math.sqrt(max(js, 0)))

@@ -10,7 +10,7 @@ import pytest
 
 from kvshot.allocator import SETTINGS
 from kvshot.errors import KvshotError
-from kvshot.fileio import atomic_file, atomic_folder, cache_dir, require_space, sha256_file
+from kvshot.fileio import atomic_file, atomic_folder, cache_dir, exclusive, require_space, sha256_file
 from kvshot.progress import progress
 
 
@@ -69,3 +69,20 @@ def test_the_command_line_restarts_with_the_allocator_settings():
     code = "import os; from kvshot.allocator import *; restart_with_settings(); print(*map(os.environ.get, SETTINGS))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [SETTINGS["MALLOC_MMAP_MAX_"], SETTINGS["MALLOC_TRIM_THRESHOLD_"], "1000"]
+
+
+def test_a_folder_is_one_processes_own(tmp_path):
+    pytest.importorskip("fcntl")
+    hold = ("import sys\nfrom kvshot.fileio import exclusive\n"
+            "with exclusive(sys.argv[1]):\n    print('in', flush=True)\n    sys.stdin.read()")
+    other = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "run")], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(KvshotError, match="another process is at work"), exclusive(tmp_path / "run"):
+            pass
+    finally:
+        other.kill()
+        other.communicate()
+    with exclusive(tmp_path / "run"):  # the lock went with the process
+        pass

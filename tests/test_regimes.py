@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from kvshot.analysis.equivalence import explained, recomputed
-from kvshot.analysis.regimes import OWN, STATES, VERIFIED, interventions, shares_of_decay, state_drift
+from kvshot.analysis.regimes import OWN, STATES, VERIFIED, gains, interventions, state_drift
 from kvshot.data import DraftVocab, encode_all
 from kvshot.data.toy import toy_conversations
-from kvshot.drafters import DrafterConfig, new_drafter
+from kvshot.drafters import DrafterConfig, Given, new_drafter
 from kvshot.errors import KvshotError
 from kvshot.targets import FeatureStore, load_target
 from kvshot.training.masks import supervised_columns
+from kvshot.training.ttt import unroll
 
 K = 4
 
@@ -47,7 +48,31 @@ def test_interventions(bench):
         np.testing.assert_array_equal(later.hits[:-k, k][same], first.hits[k:, 0][same])
     kv = drafter_of(target, examples, memory="target", kv_layers=target.default_kv_layers, injection="linear")
     assert list(interventions(kv, store, K, quiet=True)) == [OWN, VERIFIED]
-    assert list(shares_of_decay(hits).index) == [1, 2, 3]
+    added = gains(hits, 2, n_boot=20)
+    assert list(added) == ["drift of the state", "what lies in between"]
+    total = sum(d.difference.value for d in added.values())
+    rate = {way: h.hits[:, 2].sum() / h.valid[:, 2].sum() for way, h in hits.items()}
+    assert total == pytest.approx(rate[VERIFIED] - rate[OWN])
+    assert list(gains(interventions(kv, store, K, quiet=True), 2, n_boot=20)) == ["what lies in between"]
+
+
+def test_true_states_change_the_query_and_not_the_chain(bench):
+    """Step by step in plain code: the drafted chain, and at each step a second look from the target's state."""
+    target, examples, store = bench
+    eagle = drafter_of(target, examples, hidden_layers=target.default_hidden_layers)
+    row = store[0]
+    ids, given = row["ids"][None], Given(row["hidden"][None])
+    columns = torch.arange(4, 9)[None]
+    memory, fused = eagle.remember(given, torch.cat([ids[:, 1:], ids[:, -1:]], 1)), eagle.fuse(given.hidden)
+    limit, state, chain = eagle.limit(columns), fused[:, columns[0]], None
+    drafted, verified = (list(unroll(eagle, ids, given, columns, K, offline=way)) for way in (False, True))
+    for k, got in enumerate(unroll(eagle, ids, given, columns, K, true_states=True)):
+        at = columns + 1 + k
+        looked, _ = eagle.step(ids[0][at], at, fused[:, columns[0] + k], memory, limit, chain)
+        torch.testing.assert_close(got, looked)
+        if k:  # and they are neither the drafted ones nor those with the chain from true states, too
+            assert not torch.allclose(got, drafted[k]) and (k == 1 or not torch.allclose(got, verified[k]))
+        state, chain = eagle.step(ids[0][at], at, state, memory, limit, chain)
 
 
 def test_state_drift_of_a_drafter_whose_output_is_known(bench):

@@ -49,8 +49,9 @@ def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[i
                     layers: Sequence[int] | None = None, first: int = 32, quiet: bool = False) -> pd.DataFrame:
     """How attention to the common prefix changes from position t to t + k, averaged over heads and t >= first.
 
-    texts: ids [T] each, longer than first + the largest offset. One row a text, layer and offset k: "suppressed", the
-    share of the query at t + k that lies on tokens 1..t which the query at t gave less than 1 %; "distance", the
+    texts: ids [T] each, longer than first + the largest offset. Both queries' weights on tokens 1..t are scaled to sum
+    to one. One row a text, layer and offset k: "suppressed", the share of the query at t + k that lies on tokens which
+    the query at t gave less than 1 %; "distance", the
     Jensen-Shannon distance (0..1, base 2) between the two on those tokens. k = 0 is the tail that a query has anyway.
     Raises KvshotError when no text is long enough.
     """
@@ -65,7 +66,7 @@ def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[i
                 for k in offsets:
                     now, later, counted = _pairs(weights, k, first)
                     p, q = _shares(now, counted), _shares(later, counted)
-                    suppressed = (q * (now < THRESHOLD)).sum(-1).mean()
+                    suppressed = (q * (p < THRESHOLD)).sum(-1).mean()
                     middle = (p + q) / 2
                     js = (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).nan_to_num(0).sum(-1) / 2
                     distance = (js.clamp(min=0) / torch.log(torch.tensor(2.0))).sqrt().mean()

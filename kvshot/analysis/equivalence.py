@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshot.errors import KvshotError
-from kvshot.targets import Target, TargetContext, capture
+from kvshot.targets import Target, capture
 
 
 @torch.no_grad()
@@ -36,10 +36,7 @@ def recomputed(target: Target, ids: Tensor) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=["keys", "values"]).rename_axis("block")
 
 
-def _design(context: TargetContext, layers: Sequence[int]) -> np.ndarray:
-    places = [context.hidden_layers.index(i) for i in layers]
-    x = context.hidden[0, places].transpose(0, 1).flatten(1).double().numpy()
-    return np.concatenate([x, np.ones((len(x), 1))], 1)
+SINK = 1  # the first position's states are of another size than all others
 
 
 def explained(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
@@ -47,27 +44,30 @@ def explained(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], s
     """How much of every block's keys (RoPE taken off) and values a linear map of hidden states explains, R² on `test`.
 
     train, test: texts ids [T]; sources: name -> hidden layers that the map reads; blocks: default all. One row a source
-    and block. ridge: in units of the mean variance of the inputs. R² pools the dimensions: 1 is perfect, 0 the mean of
-    `train`.
+    and block. Inputs are scaled to unit variance; ridge: in units of that, times the number of positions. R² pools the
+    dimensions: 1 is perfect, 0 the mean of `train`. It is a lower bound: more text may find a better map.
     """
     blocks = target.kv_layers if blocks is None else tuple(blocks)
     wanted = tuple(sorted({i for layers in sources.values() for i in layers}))
 
-    def read(texts: Sequence[Tensor]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def read(texts: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         contexts = [capture(target, t[None], hidden_layers=wanted, kv_layers=blocks) for t in texts]
-        inputs = {name: np.concatenate([_design(c, layers) for c in contexts]) for name, layers in sources.items()}
-        outputs = [torch.stack([c.keys_unrotated()[0], c.values[0]], 1).permute(3, 0, 1, 2, 4) for c in contexts]
-        return inputs, torch.cat(outputs).double().flatten(3).numpy()  # [N, L, 2, H_kv * D]
+        inputs = torch.cat([c.hidden[0, :, SINK:] for c in contexts], 1)
+        outputs = [torch.stack([c.keys_unrotated()[0], c.values[0]], 1)[..., SINK:, :] for c in contexts]
+        outputs = torch.cat([o.permute(3, 0, 1, 2, 4) for o in outputs]).flatten(3)
+        return inputs.double().cpu().numpy(), outputs.double().cpu().numpy()  # [n, N, d], [N, L, 2, H_kv * D]
 
     (x_train, y_train), (x_test, y_test) = read(train), read(test)
-    shape, rows = y_train.shape[1:], []
-    mean = y_train.mean(0)
-    for name in sources:
-        x = x_train[name]
+    shape, rows, mean = y_train.shape[1:], [], y_train.mean(0)
+    for name, layers in sources.items():
+        at = [wanted.index(i) for i in layers]
+        x, z = (np.concatenate(list(part[at]), -1) for part in (x_train, x_test))
+        centre, spread = x.mean(0), x.std(0) + 1e-9
+        x, z = (x - centre) / spread, (z - centre) / spread
         gram = x.T @ x
-        gram[np.diag_indices_from(gram)] += ridge * len(x) * x[:, :-1].var(0).mean()
+        gram[np.diag_indices_from(gram)] += ridge * len(x)
         weights = np.linalg.solve(gram, x.T @ (y_train - mean).reshape(len(x), -1))
-        left = y_test - mean - (x_test[name] @ weights).reshape(-1, *shape)
+        left = y_test - mean - (z @ weights).reshape(-1, *shape)
         share = 1 - (left**2).sum((0, 3)) / ((y_test - mean) ** 2).sum((0, 3))
-        rows += [[name, layer, *share[at]] for at, layer in enumerate(blocks)]
+        rows += [[name, layer, *share[i]] for i, layer in enumerate(blocks)]
     return pd.DataFrame(rows, columns=["source", "block", "keys", "values"])

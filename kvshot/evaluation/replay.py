@@ -41,9 +41,16 @@ class Text:
     @torch.no_grad()
     def read(cls, target: Target, drafter: Drafter, prompt: Sequence[int], text: Sequence[int], *,
              limit: int | None = None, eos_ids: Sequence[int] | None = None) -> Text:
-        """One pass of the target over both; limit: default as long as the text. Raises KvshotError for empty ones."""
+        """One pass of the target over both; limit: default as long as the text.
+
+        Raises KvshotError for empty ones, and for a text that ends neither at the limit nor with an end token.
+        """
         if not len(prompt) or not len(text):
             raise KvshotError("a replay needs a prompt of at least one token and a text behind it")
+        ended, limit = text[-1] in (target.eos_ids if eos_ids is None else eos_ids), limit or len(text)
+        if len(text) > limit or len(text) < limit and not ended:
+            raise KvshotError(f"a text of {len(text)} tokens is no decoder's under a limit of {limit}: give the limit "
+                              "it was written under")
         config = drafter.config
         context = capture(target, torch.tensor([[*prompt, *text]]), hidden_layers=config.hidden_needed,
                           kv_layers=config.kv_needed)
@@ -52,10 +59,9 @@ class Text:
         ids = context.ids[0]
         # the last entry's token is not known; no column sees it
         memory = drafter.remember(given, torch.cat([ids[1:], ids[-1:]])[None])
-        ended = text[-1] in (target.eos_ids if eos_ids is None else eos_ids)
         own = target.logits(context.final[0, len(prompt) - 1 : -1]).argmax(-1)
         otherwise = int((own != ids[len(prompt) :]).sum())
-        return cls(ids, len(prompt), limit or len(text), ended, otherwise, memory, drafter.fuse(given.hidden))
+        return cls(ids, len(prompt), limit, ended, otherwise, memory, drafter.fuse(given.hidden))
 
     def report(self, accepts, levels: int) -> DecodeReport:
         """Walk the text: accepts(column, n) -> (accepted, tried) of a draft of at most n levels."""

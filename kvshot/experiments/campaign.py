@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
-from kvshot.experiments.end_to_end import place
+from kvshot.experiments.end_to_end import EndToEnd, place
 from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
@@ -47,7 +47,12 @@ def _published(profile_name: str, results: str | os.PathLike, e: Experiment, see
 
 
 def _to_replay(profile_name: str, results: str | os.PathLike, e: Experiment, seed: int) -> bool:
-    return "table4" in e.tables and seed == 0 and not place(results, profile_name, e.name).exists()
+    """Of Table 4, and not measured end to end since the record was made."""
+    if "table4" not in e.tables or seed:
+        return False
+    measured, record = place(results, profile_name, e.name), Path(results) / profile_name / f"{e.name}-seed0.json"
+    return not (measured.exists() and record.exists()
+                and EndToEnd.load(measured).run_created == RunRecord.load(record).created)
 
 
 def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
@@ -61,9 +66,9 @@ def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
     return wanted.model_dump(mode="json").items() <= record.training.options.items()
 
 
-def finished(run: Path) -> bool:
-    """Whether a run's folder holds a whole run: the record is written last."""
-    return (run / "record.json").exists() and (run / "best").is_dir()
+def _usable(run: Path, chosen: Profile, e: Experiment, seed: int) -> bool:
+    """Whether a run's folder holds a whole run of this recipe: the record is written last."""
+    return (run / "best").is_dir() and _fits(run / "record.json", chosen, e.name, seed)
 
 
 def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs: str | os.PathLike | None = None,
@@ -80,22 +85,22 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
     todo, failed = list(missing(profile_name, results, only, seeds)), []
     if not todo:
         return []
-    lacking = {(e.name, seed) for e, seed in todo if not _published(profile_name, results, e, seed)}
     chosen = profile(profile_name)
+    lacking = {(e.name, seed) for e, seed in todo if not _published(profile_name, results, e, seed)}
     # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
     for e, seed in list(todo):
         before = e.start and (EXPERIMENTS[e.start], seed)
-        if before and before not in todo and not finished(runs / f"{e.start}-seed{seed}"):
+        if before and before not in todo and not _usable(runs / f"{e.start}-seed{seed}", chosen, *before):
             todo.insert(0, before)
     names = list(dict.fromkeys(e.name for e, _ in todo))
     _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
 
     def one(e: Experiment, seed: int) -> None:
         folder = runs / f"{e.name}-seed{seed}"
-        if e.start and not finished(runs / f"{e.start}-seed{seed}"):
-            raise KvshotError(f"its start {e.start} did not finish")
+        if e.start and not _usable(runs / f"{e.start}-seed{seed}", chosen, EXPERIMENTS[e.start], seed):
+            raise KvshotError(f"its start {e.start} did not finish with this recipe")
         share = {"log": _log(folder) if jobs > 1 else None, "share": jobs}
-        if not (finished(folder) and _fits(folder / "record.json", chosen, e.name, seed)):
+        if not _usable(folder, chosen, e, seed):
             _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
                     **share)
         if (e.name, seed) in lacking:
@@ -117,7 +122,7 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
             for future in done:
                 e, seed = running.pop(future)
                 error = future.exception()
-                if error is not None and not isinstance(error, KvshotError):
+                if error is not None and not isinstance(error, (KvshotError, OSError)):
                     raise error
                 if error is not None:
                     failed.append(f"{e.name}-seed{seed}: {error}")
@@ -154,7 +159,8 @@ def _kvshot(*args: str, log: Path | None = None, share: int = 1) -> None:
     """
     environment = dict(os.environ)
     if share > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // share))
+        given = int(environment.get("OMP_NUM_THREADS") or usable_cores())
+        environment["OMP_NUM_THREADS"] = str(max(1, min(given, usable_cores() // share)))
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") if log is not None else nullcontext() as stderr:

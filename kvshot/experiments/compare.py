@@ -8,7 +8,9 @@ from typing import Literal
 from kvshot.analysis.verdict import Answer, Verdict
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import PairedDifference, StepwiseSummary, paired_difference, pool
+from kvshot.experiments.profiles import PROFILES
 from kvshot.experiments.record import RunRecord
+from kvshot.experiments.registry import EXPERIMENTS
 
 
 def paired(a: Sequence[RunRecord], b: Sequence[RunRecord], statistic: str, *, domain: str = "held_out",
@@ -29,6 +31,9 @@ def paired(a: Sequence[RunRecord], b: Sequence[RunRecord], statistic: str, *, do
             if ours != theirs:
                 raise KvshotError(f"{x.experiment} and {y.experiment} differ in their {what}: compare rows of one "
                                   "campaign only")
+        if differ := _recipe_differences(x, y):
+            raise KvshotError(f"{x.experiment} and {y.experiment} differ in {', '.join(differ)}: compare rows of one "
+                              "campaign only, and run the older one again (`kvshot reproduce`)")
         for r in (x, y):
             if domain not in r.evaluation or r.evaluation[domain].counts is None:
                 raise KvshotError(f"the record of {r.experiment} keeps no counts for {domain}: make it again")
@@ -58,6 +63,18 @@ def combine(answers: Sequence[Answer], rule: Literal["all", "any"] = "all") -> A
     if decisive in answers:
         return decisive
     return otherwise if set(answers) == {otherwise} else "undecided at this scale"
+
+
+def _recipe_differences(x: RunRecord, y: RunRecord) -> list[str]:
+    """What of the training differs, but for what the experiments or their families say should."""
+    a, b = x.training.options, y.training.options
+    meant = {"seed", "best_step", "validation_conversations", "eval_every"}
+    for r in (x, y):
+        if r.experiment in EXPERIMENTS:
+            meant |= {*EXPERIMENTS[r.experiment].train}
+        if r.profile in PROFILES:
+            meant |= {key for family in PROFILES[r.profile].families.values() for key in family}
+    return sorted(key for key in {*a, *b} - meant if a.get(key) != b.get(key))
 
 
 def by_step(a: Sequence[RunRecord], b: Sequence[RunRecord], *, domain: str = "held_out", n_boot: int = 2000

@@ -61,11 +61,12 @@ class Domain(_Strict):
 
 
 class EndToEnd(_Strict):
-    """One drafter's verify calls on the target's greedy text, by domain."""
+    """One drafter's verify calls on the target's greedy text, by domain. run_created: when its record was made."""
 
     experiment: str
     profile: str
     seed: NonNegativeInt
+    run_created: AwareDatetime
     max_new_tokens: PositiveInt
     target: TargetInfo
     computed_in: str
@@ -101,7 +102,9 @@ def greedy_texts(target: Target, prompts: Sequence[Sequence[int]], max_new_token
         return json.loads(path.read_text())
     texts: list[list[int]] = []
     with progress("greedy texts (prompts)", len(prompts), quiet=quiet) as advance:
-        if target.device.type == "cpu":  # many rows at a time: one at a time a small target waits for its memory
+        common = os.path.commonprefix([list(p[:-1]) for p in prompts])
+        if target.device.type == "cpu" and common and target.model.config.model_type in ("llama", "qwen2", "qwen3"):
+            # many rows at a time: one at a time a small target waits for its memory
             texts = _in_blocks(target, prompts, max_new_tokens, advance)
         else:
             for p in prompts:
@@ -127,7 +130,7 @@ def _in_blocks(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens:
 
 
 @torch.no_grad()
-def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int) -> EndToEnd:
+def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_created: datetime) -> EndToEnd:
     """Replay the first prompts of every domain (the profile says how many): the paper's tree, and chains of 1 to 8.
 
     bench.target should be in float32: its rounding is that of the text.
@@ -151,7 +154,8 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int) -> EndTo
         digest = hashlib.sha256(json.dumps([asked, texts]).encode()).hexdigest()
         domains[name] = Domain(prompts=len(asked), tokens=sum(map(len, texts)), otherwise=otherwise,
                                texts_sha256=digest, shapes={n: Calls.of(r) for n, r in reports.items()})
-    return EndToEnd(experiment=experiment, profile=bench.profile.name, seed=seed, max_new_tokens=max_new_tokens,
+    return EndToEnd(experiment=experiment, profile=bench.profile.name, seed=seed, run_created=run_created,
+                    max_new_tokens=max_new_tokens,
                     target=bench.target_info(), computed_in=str(target.dtype).removeprefix("torch."), domains=domains,
                     code=describe_code(), machine=describe_machine(target.device), created=datetime.now(UTC))
 
@@ -166,7 +170,7 @@ def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: s
     bench = Bench(profile(record.profile).model_copy(update={"dtype": "float32"}), device=device)
     drafter, _ = load_drafter(Path(run) / "best", bench.target)
     seed = record.training.seed
-    out = measure(bench, drafter, record.experiment, seed)
+    out = measure(bench, drafter, record.experiment, seed, record.created)
     path = place(results, record.profile, record.experiment, seed)
     out.save(path)
     return out, path

@@ -166,11 +166,11 @@ class RunRecord(_Strict):
 
 
 def load_records(folder: str | os.PathLike) -> list[RunRecord]:
-    """Every `*.json` directly in `folder`, by file name. Raises KvshotError for a file that is no record."""
+    """Every `*-seed*.json` directly in `folder`, by file name. Raises KvshotError for a file that is no record."""
     folder = Path(folder)
     if not folder.is_dir():
         raise KvshotError(f"no folder of records at {folder}: check the path, or run the experiments first")
-    return [RunRecord.load(path) for path in sorted(folder.glob("*.json"))]
+    return [RunRecord.load(path) for path in sorted(folder.glob("*-seed*.json"))]
 
 
 def describe_code() -> CodeInfo:

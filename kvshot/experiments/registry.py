@@ -97,6 +97,8 @@ def _rows() -> list[Experiment]:
         Experiment("kv-only-3", "keys and values reused, 3 draft layers", ("table2", "table5"), _kv(depth=3), "kv"),
         Experiment("kv-only-2-blocks", "2 draft layers that start as copies of the target's first and last block",
                    ("table2", "beyond"), _blocks(2), "kv", {"init": "layers"}),
+        Experiment("kv-only-2-outer", "the drafter of kv-only-2-blocks from a random start: what is the start alone "
+                   "worth?", ("beyond",), _blocks(2), "kv"),
         Experiment("eagle3-block", "EAGLE-3 whose layer starts as a copy of the target's last block",
                    ("table2", "beyond"), lambda target: {**_states(target), **_norms(target)},
                    train={"init": "layers"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from kvshot.experiments.record import (
     describe_machine,
 )
 from kvshot.experiments.registry import experiment
-from kvshot.fileio import cache_dir
+from kvshot.fileio import cache_dir, exclusive
 from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
 from kvshot.training.trainer import Progress, TrainConfig, Trainer
@@ -86,8 +87,17 @@ def evaluate(
 
 def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, record: str | os.PathLike, *,
         start: str | os.PathLike | None = None) -> RunRecord:
-    """Train, evaluate the best checkpoint, write the record to `record`."""
+    """Train, evaluate the best checkpoint, write the record to `record`.
+
+    Raises KvshotError when another process is at work in the folder.
+    """
     folder = Path(folder)
+    with exclusive(folder) if PartialState().is_main_process else nullcontext():
+        return _run(bench, name, folder, config, record, start)
+
+
+def _run(bench: Bench, name: str, folder: Path, config: TrainConfig, record: str | os.PathLike,
+         start: str | os.PathLike | None) -> RunRecord:
     done = train(bench, name, folder, config, start=start)
     drafter, measured = evaluate(bench, folder / "best", bench.profile.train.n_steps)
     curve = [CurvePoint(**point) for point in done.curve]

@@ -84,8 +84,8 @@ def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps
 
     offline: step k starts from the target's states, keys and values of position i + k, as if the tokens before had been
     verified: the drafter never meets a state of its own making (Table 6, "Offline TTT").
-    true_states: an intervention on an ordinary unrolling. Step k is fed the target's fused state of position i + k in
-    place of the drafter's own; what it attends to stays as it was: its chain, and the memory of column i.
+    true_states: an intervention. What step k yields is computed from the target's fused state of position i + k in
+    place of the drafter's own; the earlier steps that it attends to stay as they were drafted.
     """
     # the last position's column has no token to feed: its entry is cut by every limit
     memory = drafter.remember(given, torch.cat([ids[:, 1:], ids[:, -1:]], 1))
@@ -95,11 +95,13 @@ def unroll(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor, n_steps
         at = columns + k if offline else columns
         if k == 0 or offline:
             state, chain = None if fused is None else gather_columns(fused, at), None
-        elif true_states and fused is not None:
-            state = gather_columns(fused, columns + k)
-        position = columns + 1 + k
-        state, chain = drafter.step(gather_columns(ids, position), position, state, memory, drafter.limit(at), chain)
-        yield state
+        position, before = columns + 1 + k, chain
+        fed = gather_columns(ids, position), position
+        state, chain = drafter.step(*fed, state, memory, drafter.limit(at), before)
+        if true_states and k and fused is not None:
+            yield drafter.step(*fed, gather_columns(fused, columns + k), memory, drafter.limit(at), before)[0]
+        else:
+            yield state
 
 
 CPU_ROWS = 32

@@ -42,3 +42,6 @@ def test_nothing_to_replay():
     target, drafter = make_target(11), make_drafter(11, "eagle3")
     with pytest.raises(KvshotError, match="at least one token"):
         Text.read(target, drafter, [1, 2], [])
+    for limit in (2, 4):
+        with pytest.raises(KvshotError, match="under a limit"):
+            Text.read(target, drafter, [1, 2], [3, 4, 5], limit=limit, eos_ids=())

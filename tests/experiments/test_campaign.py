@@ -69,6 +69,13 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     failed = reproduce("smoke", only=["hybrid-checkpoint"], **where, **options)
     assert calls[2:] == [("capture", "--profile"), ("train", "eagle3")]
     assert len(failed) == 1 and "its start eagle3 did not finish" in failed[0]
+    # nor is a finished one of another recipe
+    stale = RunRecord.load(tmp_path / "results" / "smoke" / "eagle3-seed0.json")
+    stale.training.options["lr"] = 0.004
+    stale.save(tmp_path / "runs" / "smoke" / "eagle3-seed0" / "record.json")
+    calls[:] = [(), ()]
+    failed = reproduce("smoke", only=["hybrid-checkpoint"], **where, **options)
+    assert calls[2:] == [("capture", "--profile"), ("train", "eagle3")] and "with this recipe" in failed[0]
     # three splits, captured once with all layers that the three rows read; the rerun read fewer and used them
     stores = [FeatureStore(p.parent).meta for p in (tmp_path / "cache").rglob("index.json")]
     assert len(stores) == 3 and {len(s["kv_layers"]) for s in stores} == {3}
@@ -100,7 +107,7 @@ def test_a_run_waits_for_its_start_and_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(campaign, "_kvshot", command)
     monkeypatch.setattr(campaign, "publish", lambda folder, results: None)
-    monkeypatch.setattr(campaign, "_fits", lambda path, chosen, name, seed: False)
+    monkeypatch.setattr(campaign, "_usable", lambda run, *recipe: (run / "record.json").exists())
     only = ["hybrid-checkpoint", "mtp"]
     assert reproduce("smoke", only=only, results=tmp_path / "r", runs=tmp_path, seeds=1, jobs=2) == []
     assert sorted(events[:2]) == [("starts", "eagle3"), ("starts", "mtp")]

@@ -72,3 +72,16 @@ def test_parts_of_a_claim():
     assert combine([no, yes], "any") == yes and combine([no, open_], "any") == open_ and combine([no], "any") == no
     with pytest.raises(KvshotError, match="without parts"):
         combine([])
+
+
+def test_rows_of_another_recipe_are_refused():
+    def trained(name, **options):
+        r = record(name, 0.5)
+        r.training.options.update({"lr": 1e-3, "n_steps": 7, "seed": 0, **options})
+        return [r]
+
+    assert paired(trained("eagle3"), trained("mtp", n_steps=1), "mat").difference.value == 0  # its own: meant
+    with pytest.raises(KvshotError, match="differ in lr: compare rows of one campaign"):
+        paired(trained("eagle3"), trained("kv-only-1", lr=2e-3), "mat")
+    with pytest.raises(KvshotError, match="n_steps"):
+        paired(trained("eagle3"), trained("kv-only-1", n_steps=1), "mat")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import numpy as np
 import pandas as pd
@@ -48,7 +49,7 @@ def test_greedy_texts_are_the_plain_loops_and_are_kept(target, tmp_path, monkeyp
 def test_a_record_round_trip(drafter, tmp_path, monkeypatch):
     monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path))
     bench = Bench(profile("smoke"), device="cpu", quiet=True)
-    record = measure(bench, drafter, "eagle3", 0)
+    record = measure(bench, drafter, "eagle3", 0, datetime.now(UTC))
     path = place(tmp_path, "smoke", "eagle3")
     record.save(path)
     assert EndToEnd.load(path) == record

@@ -118,11 +118,13 @@ def test_load_refuses_what_is_no_json_or_no_file(tmp_path):
 
 def test_load_records_sorts_by_name_and_names_the_bad_file(record, tmp_path):
     for name in ("b", "a"):
-        record.model_copy(update={"experiment": name}).save(tmp_path / f"{name}.json")
+        record.model_copy(update={"experiment": name}).save(tmp_path / f"{name}-seed0.json")
     (tmp_path / "notes.txt").write_text("not a record")
     assert [r.experiment for r in load_records(tmp_path)] == ["a", "b"]
-    (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(KvshotError, match=r"c\.json"):
+    (tmp_path / "wall_clock.json").write_text("{}")  # a measurement of another kind
+    assert len(load_records(tmp_path)) == 2
+    (tmp_path / "c-seed1.json").write_text("[]")
+    with pytest.raises(KvshotError, match=r"c-seed1\.json"):
         load_records(tmp_path)
     with pytest.raises(KvshotError, match="no folder"):
         load_records(tmp_path / "missing")
