@@ -21,34 +21,33 @@ from kvshot.experiments.record import describe_code, describe_machine
 from kvshot.experiments.wall_clock import pass_costs, speed_ups, time_decoding
 from kvshot.fileio import atomic_file
 
-CHAINS = {"eagle3": (2, 4, 6), "eagle3-continued": (4,), "hybrid-checkpoint": (4,), "kv-only-4-blocks": (4,)}
+LONG = "eagle3, long"  # the best drafter there is: several shapes; the others for what a draft step costs
+SHAPES = {LONG: {"chain 2": TreeShape(2), "chain 4": TreeShape(4), "chain 6": TreeShape(6),
+                 "tree (4, 4, 12)": TreeShape(4, 4, 12), "tree (8, 10, 60)": TreeShape(8, 10, 60)}}
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 61)
 
 
-def main(out: str, prompts: str = "12", new_tokens: str = "64", results: str = "results") -> None:
+def main(out: str, prompts: str = "8", new_tokens: str = "48", results: str = "results") -> None:
     bench = Bench(profile("laptop").model_copy(update={"dtype": "float32"}))
-    target, drafters, shapes = bench.target, {}, {}
+    target, drafters, measured = bench.target, {}, {}
     for folder in sorted(Path(results).glob("laptop*/*-seed0")):
         name = folder.name.removesuffix("-seed0")
         drafter, _ = load_drafter(folder, target)
-        label = name + (", long" if folder.parent.name == "laptop-long" else "")
-        for levels in CHAINS.get(name, (4,)):
-            drafters[f"{label}, chain {levels}"] = drafter, TreeShape(levels)
-        if label == "eagle3, long":
-            drafters[f"{label}, tree (4, 4, 12)"] = drafter, TreeShape(4, 4, 12)
-            drafters[f"{label}, tree (8, 10, 60)"] = drafter, TreeShape(8, 10, 60)
+        label = LONG if folder.parent.name == "laptop-long" else name
+        for shape_name, shape in SHAPES.get(label, {"chain 4": TreeShape(4)}).items():
+            drafters[f"{label}, {shape_name}"] = drafter, shape
     asked = {name: [prompt_ids(target.tokenizer, c.messages[:-1]) for c in bench.conversations[name][: int(prompts)]]
              for name in bench.domains[:1]}
     for name, ids in asked.items():
         times = time_decoding(target, ids, drafters, max_new_tokens=int(new_tokens))
         print(speed_ups(times).round(2).to_string())
-        shapes[name] = json.loads(times.to_json(orient="records"))
+        measured[name] = json.loads(times.to_json(orient="records"))
     costs = pass_costs(target, asked[bench.domains[0]][0] * 3, WIDTHS)
     with atomic_file(Path(out)) as tmp:
         tmp.write_text(json.dumps({
             "target": bench.target_info().model_dump(), "computed_in": "float32", "max_new_tokens": int(new_tokens),
             "machine": describe_machine(target.device).model_dump(), "code": describe_code().model_dump(),
-            "pass_seconds": costs, "times": shapes}) + "\n")
+            "pass_seconds": costs, "times": measured}) + "\n")
 
 
 if __name__ == "__main__":
