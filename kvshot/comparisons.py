@@ -136,11 +136,12 @@ def difference_table(steps: Mapping[str, Sequence[PairedDifference]]) -> pd.Data
     return pd.DataFrame(cells, index=index).rename_axis(index=None, columns="step k")
 
 
-def signed(d: PairedDifference) -> str:
+def signed(d: PairedDifference, digits: int = 3) -> str:
+    """The difference and its 95 % interval."""
     e = d.difference
     if e.low is None:
         return "undefined"
-    return f"{e.value:+.3f} [{e.low:+.3f}, {e.high:+.3f}]"
+    return f"{e.value:+.{digits}f} [{e.low:+.{digits}f}, {e.high:+.{digits}f}]"
 
 
 def forest(findings: Sequence[Finding]) -> Figure:
