@@ -44,8 +44,8 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
           start: str | os.PathLike | None = None) -> Progress:
     """Train (or resume) an experiment's drafter in `folder`.
 
-    start: checkpoint of the experiment that it starts from. Raises KvshotError for an unknown experiment, or a start
-    that is not there.
+    start: checkpoint of the experiment that it starts from. Raises KvshotError for an unknown experiment, a start that
+    is not there, or a folder in which another process is at work.
     """
     e = experiment(name)
     drafter_config = e.config(bench.target, len(bench.vocab))
@@ -68,7 +68,8 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
         return {"mat": summary.mat.value, "alpha": summary.alpha}
 
     trainer = Trainer(bench.target, drafter, bench.vocab, bench.store(TRAIN), config, folder, evaluate)
-    return trainer.run(quiet=bench.quiet)
+    with exclusive(folder) if PartialState().is_main_process else nullcontext():
+        return trainer.run(quiet=bench.quiet)
 
 
 def evaluate(
@@ -87,17 +88,8 @@ def evaluate(
 
 def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, record: str | os.PathLike, *,
         start: str | os.PathLike | None = None) -> RunRecord:
-    """Train, evaluate the best checkpoint, write the record to `record`.
-
-    Raises KvshotError when another process is at work in the folder.
-    """
+    """Train, evaluate the best checkpoint, write the record to `record`."""
     folder = Path(folder)
-    with exclusive(folder) if PartialState().is_main_process else nullcontext():
-        return _run(bench, name, folder, config, record, start)
-
-
-def _run(bench: Bench, name: str, folder: Path, config: TrainConfig, record: str | os.PathLike,
-         start: str | os.PathLike | None) -> RunRecord:
     done = train(bench, name, folder, config, start=start)
     drafter, measured = evaluate(bench, folder / "best", bench.profile.train.n_steps)
     curve = [CurvePoint(**point) for point in done.curve]
