@@ -24,7 +24,7 @@ from kvshot.fileio import atomic_file
 from kvshot.progress import progress
 from kvshot.targets import Target, capture
 
-SHAPES = {"chain 4": TreeShape(4), "tree (4, 4, 12)": TreeShape(4, 4, 12)}
+SHAPES = TreeShape(4), TreeShape(4, 4, 12)
 
 
 def shortfalls(target: Target, prompt: list[int], text: list[int]) -> torch.Tensor:
@@ -44,10 +44,10 @@ def main(out: str, prompts: str = "100", new_tokens: str = "48", plain: str = "2
     rows = []
     with progress("decoding (prompts)", len(asked)) as advance:
         for number, prompt in enumerate(asked):
-            name, shape = list(SHAPES.items())[number % len(SHAPES)]
+            shape = SHAPES[number % len(SHAPES)]
             text = decode(target, drafter, prompt, max_new_tokens=int(new_tokens), shape=shape).tokens
             short = shortfalls(target, prompt, text)
-            row = {"shape": name, "tokens": len(text), "not first": int((short > 0).sum()),
+            row = {"shape": shape.name, "tokens": len(text), "not first": int((short > 0).sum()),
                    "largest shortfall": float(short.max())}
             if number % max(1, len(asked) // int(plain)) == 0:
                 row["same as plain"] = text == plain_decode(target, prompt, int(new_tokens))

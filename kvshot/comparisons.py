@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,15 +13,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvshot.errors import KvshotError
-from kvshot.evaluation import StepwiseSummary
+from kvshot.evaluation import StepwiseSummary, TreeShape
 from kvshot.evaluation.metrics import PairedDifference
 from kvshot.experiments import RunRecord
 from kvshot.experiments.campaign import records_of
 from kvshot.experiments.claims import Finding
 from kvshot.experiments.compare import by_step, pooled
-from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
+from kvshot.experiments.end_to_end import CHAINS, PAPER_TREE, EndToEnd, mat_of, place
 from kvshot.paper import TABLE5, TABLE6
-from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines
+from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines, with_interval
 
 Rows = dict[str, list[RunRecord]]
 
@@ -58,9 +59,9 @@ def missing_note(names: Sequence[str], found: Rows) -> str:
 
 def decays(found: Rows, *, domain: str = "held_out") -> list[Decay]:
     """Curves of every row for `viz.alpha_decay`, over its seeds, and the n-gram row on the same columns."""
-    curves = [Decay.from_summary(label(name), pooled(records, domain=domain)) for name, records in found.items()]
-    curves = [Decay(c.name, c.alpha, c.low, c.high) for c in curves]  # n is the same for all: the caption has it
-    ngram = next(iter(found.values()))[0].evaluation[domain].ngram
+    curves = [replace(Decay.from_summary(label(name), pooled(records, domain=domain)), n=None)  # the n-gram row has it
+              for name, records in found.items()]
+    ngram = _ngram(found, domain)
     return curves if ngram is None else [*curves, Decay.from_summary("n-gram", ngram, "reference")]
 
 
@@ -74,7 +75,7 @@ def rows_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
         lines[label(name)] = [len(records), *_cells(pooled(records, domain=domain)), *printed,
                               "-" if spent is None else f"{spent.parameters / 1e6:.1f}",
                               "-" if spent is None else f"{spent.flops / 1e6:.1f}"]
-    ngram = next(iter(found.values()))[0].evaluation[domain].ngram
+    ngram = _ngram(found, domain)
     if ngram is not None:
         lines["n-gram"] = ["-", *_cells(ngram), "-", "-", "-", "-"]
     columns = ["seeds", "MAT", "retention", "MAT, paper", "retention, paper", "M parameters", "MFLOP a draft step"]
@@ -82,8 +83,12 @@ def rows_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
 
 
 def _cells(s: StepwiseSummary) -> list[str]:
-    return ["undefined" if e.low is None else f"{e.value:.3f} [{e.low:.3f}, {e.high:.3f}]"
-            for e in (s.mat, s.retention)]
+    return [with_interval(e) for e in (s.mat, s.retention)]
+
+
+def _ngram(found: Rows, domain: str) -> StepwiseSummary | None:
+    """The n-gram row on the columns that all rows share."""
+    return next(iter(found.values()))[0].evaluation[domain].ngram
 
 
 def alpha_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
@@ -138,10 +143,7 @@ def difference_table(steps: Mapping[str, Sequence[PairedDifference]]) -> pd.Data
 
 def signed(d: PairedDifference, digits: int = 3) -> str:
     """The difference and its 95 % interval."""
-    e = d.difference
-    if e.low is None:
-        return "undefined"
-    return f"{e.value:+.{digits}f} [{e.low:+.{digits}f}, {e.high:+.{digits}f}]"
+    return with_interval(d.difference, f"+.{digits}f")
 
 
 def forest(findings: Sequence[Finding]) -> Figure:
@@ -242,13 +244,13 @@ def seeds_table(records: Sequence[RunRecord], *, domain: str = "held_out") -> pd
 def calls_table(measured: Mapping[str, EndToEnd], domain: str, paper: Mapping[str, float] | None = None
                 ) -> pd.DataFrame:
     """Tokens a verify call with 95 % intervals over prompts: the paper's tree, and chains; a row a drafter."""
-    shapes = ["tree (8, 10, 60)", *(f"chain {n}" for n in (1, 2, 4, 6, 8))]
+    shapes = [PAPER_TREE.name, *(TreeShape(n).name for n in (1, 2, 4, 6, 8))]
     lines = {}
     for name, record in measured.items():
         calls = record.domains[domain].shapes
         first, *rest = (mat_of(calls[s]) for s in shapes)
         printed = (paper or {}).get(name)
-        lines[label(name)] = [f"{first.value:.2f} [{first.low:.2f}, {first.high:.2f}]",
+        lines[label(name)] = [with_interval(first, ".2f"),
                               "-" if printed is None else f"{printed:.2f}", *(f"{e.value:.2f}" for e in rest)]
     columns = [shapes[0], "paper's Table 4", *shapes[1:]]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="MAT")
@@ -260,8 +262,8 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
     labels = []
     for (name, record), colour, marker in zip(measured.items(), PALETTE, MARKERS, strict=False):
         calls = record.domains[domain].shapes
-        lengths = sorted(int(s.split()[1]) for s in calls if s.startswith("chain"))
-        mats = [mat_of(calls[f"chain {n}"]) for n in lengths]
+        lengths = CHAINS
+        mats = [mat_of(calls[TreeShape(n).name]) for n in lengths]
         ax.plot(lengths, [m.value for m in mats], color=colour, marker=marker)
         ax.fill_between(lengths, [m.low for m in mats], [m.high for m in mats], color=colour, alpha=0.15, linewidth=0)
         labels.append((mats[-1].value, label(name), colour))

@@ -51,8 +51,8 @@ def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[i
 
     texts: ids [T] each, longer than first + the largest offset. Both queries' weights on tokens 1..t are scaled to sum
     to one. One row a text, layer and offset k: "suppressed", the share of the query at t + k that lies on tokens which
-    the query at t gave less than 1 %; "distance", the
-    Jensen-Shannon distance (0..1, base 2) between the two on those tokens. k = 0 is the tail that a query has anyway.
+    the query at t gave less than 1 %; "distance", the Jensen-Shannon distance (0..1, base 2) between the two on those
+    tokens. k = 0 is the tail that a query has anyway.
     Raises KvshotError when no text is long enough.
     """
     layers = target.kv_layers if layers is None else tuple(layers)

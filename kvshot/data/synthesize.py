@@ -74,14 +74,14 @@ def _rows(recipe: Recipe, frame: _Frame, prompts: Sequence[Sequence[int]] | None
     answer = Sampled(recipe.max_answer_tokens, frame.stop, recipe.answer_temperature, recipe.answer_top_p,
                      give_up=looping)
     if prompts is not None:
-        start = len(_common(prompts))
+        start = len(common_start(prompts))
         mine = prompts[number * recipe.block_rows : (number + 1) * recipe.block_rows]
         return [Row((Forced(tuple(p[start:])), answer)) for p in mine]
     user = Sampled(recipe.max_user_tokens, frame.stop, recipe.user_temperature, recipe.user_top_p)
     return [Row((user, Forced(frame.header), answer)) for _ in range(recipe.block_rows)]
 
 
-def _common(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+def common_start(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
     """The longest start that all prompts share, short of a whole prompt."""
     return os.path.commonprefix([list(p[:-1]) for p in prompts])
 
@@ -116,7 +116,7 @@ def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
     try:
         target = load_target(recipe.target, dtype="bfloat16", device="cpu")
         frame = _Frame(target.tokenizer)
-        prefix = frame.before if prompts is None else list(_common(prompts))
+        prefix = frame.before if prompts is None else list(common_start(prompts))
         longest = max(map(len, prompts)) if prompts else len(frame.before) + recipe.max_user_tokens + len(frame.header)
         generator = BlockGenerator(target.model, prefix, capacity=longest + recipe.max_answer_tokens + 2,
                                    block_rows=recipe.block_rows, max_rows=max(work.max_rows, recipe.block_rows),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,9 +163,9 @@ class _Run:
 
     def start(self, ids: list[int]) -> list[int]:
         """Read the prompt; the first new token."""
-        began = self._now()
+        began = self.target.clock()
         final = self.session.read(torch.tensor(ids, device=self.target.device))
-        self.report.prefill_seconds = self._now() - began
+        self.report.prefill_seconds = self.target.clock() - began
         scores = self._processed(self.score(final[-1]), ids)
         self.root = int(scores.argmax()) if self.temperature == 0 else self._sample(self._probabilities(scores))
         self.text = [*ids, self.root]
@@ -175,7 +174,7 @@ class _Run:
 
     def round(self, room: int) -> list[int]:
         """Draft, verify, keep: 1 to levels + 1 new tokens, `room` at most."""
-        began = self._now()
+        began = self.target.clock()
         before = dict(self.report.seconds)
         levels = min(self.shape.levels, room - 1)
         shape = TreeShape(levels, self.shape.top_k, self.shape.max_nodes)
@@ -198,7 +197,7 @@ class _Run:
         with self._timed("drafter"):
             self._remember(new)
         spent = sum(self.report.seconds.values()) - sum(before.values())
-        self.report.seconds["host"] += self._now() - began - spent
+        self.report.seconds["host"] += self.target.clock() - began - spent
         return new
 
     def _count(self, accepted: int, tried: int, ends: int | None) -> None:
@@ -220,10 +219,7 @@ class _Run:
 
     def _walk(self, tree: Tree, scores: Tensor) -> tuple[list[int], int, int]:
         """The accepted path of nodes, from the root, the target's own token behind it, and how many were tried."""
-        tokens, parent = tree.tokens.tolist(), tree.parent.tolist()
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(tokens)):
-            children.setdefault(parent[node], []).append(node)
+        tokens, children = tree.tokens.tolist(), tree.children()
         plain = self.temperature == 0 and self.process is None
         greedy = scores.argmax(-1).tolist() if plain else None  # one transfer for all nodes
         path = [0]
@@ -264,13 +260,8 @@ class _Run:
     def _sample(self, p: Tensor) -> int:
         return int(torch.multinomial(p, 1, generator=self.generator))
 
-    def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
-
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        began = self._now()
+        began = self.target.clock()
         yield
-        self.report.seconds[what] += self._now() - began
+        self.report.seconds[what] += self.target.clock() - began

@@ -219,7 +219,7 @@ def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
     return out
 
 
-def _resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
+def resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
     """Cluster bootstrap: counts [C, K, 6] summed over n_boot draws of C conversations -> [n_boot, K, 6]."""
     n = len(counts)
     weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
@@ -235,7 +235,8 @@ def _interval(samples: np.ndarray, n_conversations: int) -> tuple[float | None, 
     return float(low), float(high)
 
 
-def _estimate(value: float, samples: np.ndarray, n_conversations: int) -> Estimate:
+def estimate(value: float, samples: np.ndarray, n_conversations: int) -> Estimate:
+    """A value with the central 95 % of its resamples; without an interval where there was nothing to resample."""
     if not np.isfinite(value):
         return Estimate(value=None, low=None, high=None)
     low, high = _interval(samples, n_conversations)
@@ -277,7 +278,7 @@ def _summary(tables: np.ndarray, n_columns: int, n_boot: int, seed: int) -> Step
         n_boot=n_boot,
         seed=seed,
         steps=[StepSummary(step=k, **{name: rate(name, k) for name in _RATES}) for k in range(len(total))],
-        **{name: _estimate(point[name], samples[name], n) for name in _NUMBERS},
+        **{name: estimate(point[name], samples[name], n) for name in _NUMBERS},
     )
 
 
@@ -320,7 +321,7 @@ def paired_difference(
         statistic=statistic,
         a=values[0],
         b=values[1],
-        difference=_estimate(point[0] - point[1], samples[0] - samples[1], n),
+        difference=estimate(point[0] - point[1], samples[0] - samples[1], n),
         n_conversations=n,
         n_boot=n_boot,
         seed=seed,
@@ -341,4 +342,4 @@ def _resample_seeds(tables: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
     """Draws of conversations and, independently, of training seeds: [S, C, K, 6] -> [n_boot, K, 6]."""
     s = len(tables)
     drawn = np.random.default_rng([seed, 1]).multinomial(s, np.full(s, 1 / s), size=n_boot)
-    return sum(drawn[:, i, None, None] * _resample(table, n_boot, seed) for i, table in enumerate(tables))
+    return sum(drawn[:, i, None, None] * resample(table, n_boot, seed) for i, table in enumerate(tables))

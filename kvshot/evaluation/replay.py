@@ -19,6 +19,7 @@ from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import DecodeReport
 from kvshot.evaluation.tree import Tree, TreeShape, draft_tree
 from kvshot.targets import Target, capture
+from kvshot.training.ttt import unroll
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Text:
     limit: int
     ended: bool
     otherwise: int
+    given: Given
     memory: Memory
     fused: Tensor | None
 
@@ -61,7 +63,7 @@ class Text:
         memory = drafter.remember(given, torch.cat([ids[1:], ids[-1:]])[None])
         own = target.logits(context.final[0, len(prompt) - 1 : -1]).argmax(-1)
         otherwise = int((own != ids[len(prompt) :]).sum())
-        return cls(ids, len(prompt), limit, ended, otherwise, memory, drafter.fuse(given.hidden))
+        return cls(ids, len(prompt), limit, ended, otherwise, given, memory, drafter.fuse(given.hidden))
 
     def report(self, accepts, levels: int) -> DecodeReport:
         """Walk the text: accepts(column, n) -> (accepted, tried) of a draft of at most n levels."""
@@ -94,14 +96,13 @@ def replay_tree(drafter: Drafter, text: Text, shape: TreeShape) -> DecodeReport:
 
 def _walk(tree: Tree, following: Sequence[int]) -> tuple[int, int]:
     """How many tokens of `following` the tree holds, and how many were tried."""
-    tokens, parent = tree.tokens.tolist(), tree.parent.tolist()
-    children: dict[int, dict[int, int]] = {}
-    for node in range(len(tokens) - 1, 0, -1):  # of equals the first
-        children.setdefault(parent[node], {})[tokens[node]] = node
-    node = accepted = 0
-    while node in children and accepted < len(following) and following[accepted] in children[node]:
-        node, accepted = children[node][following[accepted]], accepted + 1
-    return accepted, accepted + (node in children)
+    tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
+    for wanted in following:
+        node = next((n for n in children.get(path[-1], []) if tokens[n] == wanted), None)
+        if node is None:
+            break
+        path.append(node)
+    return len(path) - 1, len(path) - 1 + (path[-1] in children)
 
 
 @torch.no_grad()
@@ -112,16 +113,9 @@ def replay_chains(drafter: Drafter, text: Text, lengths: Sequence[int]) -> dict[
     """
     most, first = max(lengths), text.n_prompt - 1
     columns = torch.arange(first, len(text.ids) - 1, device=text.ids.device)[None]
-    right = []
-    padded = torch.cat([text.ids, text.ids.new_full((most + 1,), -1)])
-    fed = padded.clamp(min=0)[None]
-    memory, state, chain = text.memory, None if text.fused is None else text.fused[:, columns[0]], None
-    limit = drafter.limit(columns)
-    for k in range(most):
-        position = columns + 1 + k
-        state, chain = drafter.step(fed[0][position], position, state, memory, limit, chain)
-        choice = drafter.vocab_ids[drafter.logits(state).argmax(-1)]
-        right.append(choice == padded[position + 1])
+    wanted = torch.cat([text.ids, text.ids.new_full((most,), -1)])  # behind the end nothing is right
+    right = [drafter.vocab_ids[drafter.logits(state).argmax(-1)] == wanted[columns + 2 + k]
+             for k, state in enumerate(unroll(drafter, text.ids[None], text.given, columns, most))]
     accepted = torch.stack(right, -1)[0].long().cumprod(-1).sum(-1).tolist()
 
     def accepts(column: int, levels: int) -> tuple[int, int]:

@@ -27,6 +27,11 @@ class TreeShape:
         if self.levels < 0 or self.top_k < 1 or (self.max_nodes is not None and self.max_nodes < 1):
             raise KvshotError(f"{self}: levels from 0, top_k and max_nodes from 1")
 
+    @property
+    def name(self) -> str:
+        """What records and tables call it: "chain 4", "tree (8, 10, 60)"."""
+        return f"chain {self.levels}" if self.top_k == 1 else f"tree ({self.levels}, {self.top_k}, {self.max_nodes})"
+
     @classmethod
     def from_eagle(cls, depth: int, top_k: int, total_token: int) -> TreeShape:
         """EAGLE's numbers: `depth` d makes d + 1 levels, `total_token` counts the root."""
@@ -52,6 +57,14 @@ class Tree:
             if i:
                 out[i] |= out[p]
         return torch.from_numpy(out).to(self.tokens.device)
+
+    def children(self) -> dict[int, list[int]]:
+        """The nodes right below each node that has any, the better first."""
+        below: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parent.tolist()):
+            if node:
+                below.setdefault(parent, []).append(node)
+        return below
 
     def is_chain(self) -> bool:
         return bool((self.parent[1:] == torch.arange(len(self.parent) - 1, device=self.parent.device)).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -108,6 +108,24 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         if _to_replay(profile_name, results, e, seed):
             _kvshot("replay", str(folder), "--results", str(results), *options, **share)
 
+    for (e, seed), error in _in_parallel(todo, jobs, one, lambda e, seed: _last_line(runs / f"{e.name}-seed{seed}")):
+        if error is not None and not isinstance(error, (KvshotError, OSError)):
+            raise error
+        if error is not None:
+            failed.append(f"{e.name}-seed{seed}: {error}")
+            _say(failed[-1])
+    return failed
+
+
+Run = tuple[Experiment, int]
+
+
+def _in_parallel(todo: Sequence[Run], jobs: int, one: Callable[[Experiment, int], None],
+                 state: Callable[[Experiment, int], str]) -> Iterator[tuple[Run, BaseException | None]]:
+    """one(*run) for every run, `jobs` at a time, a start before what starts from it; yields each with its error.
+
+    Says what begins, and now and then, where there are several, the `state` of those under way.
+    """
     waiting, running, count = list(todo), {}, 0
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
@@ -117,21 +135,12 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
                 _say(f"run {count} of {len(todo)}: {ready[0].name}-seed{ready[1]} ({ready[0].about})")
             done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
             if not done:
-                _say("; ".join(f"{e.name}-seed{seed}: {_last_line(runs / f'{e.name}-seed{seed}')}"
-                               for e, seed in running.values()))
+                _say("; ".join(f"{e.name}-seed{seed}: {state(e, seed)}" for e, seed in running.values()))
             for future in done:
-                e, seed = running.pop(future)
-                error = future.exception()
-                if error is not None and not isinstance(error, (KvshotError, OSError)):
-                    raise error
-                if error is not None:
-                    failed.append(f"{e.name}-seed{seed}: {error}")
-                    _say(failed[-1])
-    return failed
+                yield running.pop(future), future.exception()
 
 
-def _ready(waiting: Sequence[tuple[Experiment, int]], running: Iterable[tuple[Experiment, int]]
-           ) -> tuple[Experiment, int] | None:
+def _ready(waiting: Sequence[Run], running: Iterable[Run]) -> Run | None:
     """The first run whose start is neither to come nor under way."""
     unfinished = {(e.name, seed) for e, seed in (*waiting, *running)}
     return next(((e, seed) for e, seed in waiting if (e.start, seed) not in unfinished), None)

@@ -15,7 +15,7 @@ from kvshot.experiments.campaign import records_of
 from kvshot.experiments.compare import combine, greater, paired
 from kvshot.paper import TABLE5, TABLE6
 
-Part = Literal["decay", "prediction 1", "prediction 2", "prediction 3", "hybrid", "ablations", "controls"]
+Part = Literal["prediction 1", "prediction 2", "prediction 3", "hybrid", "ablations", "controls"]
 
 
 @dataclass(frozen=True)

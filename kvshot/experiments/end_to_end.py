@@ -11,20 +11,31 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AwareDatetime, NonNegativeInt, PositiveInt
 
 from kvshot.data import prompt_ids
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
+from kvshot.data.synthesize import common_start
 from kvshot.drafters.checkpoint import load_drafter
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import DecodeReport, plain_decode
-from kvshot.evaluation.metrics import Estimate
+from kvshot.evaluation.metrics import Estimate, estimate, resample
 from kvshot.evaluation.replay import Text, replay_chains, replay_tree
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments.bench import Bench
 from kvshot.experiments.profiles import profile
-from kvshot.experiments.record import CodeInfo, MachineInfo, RunRecord, TargetInfo, describe_code, describe_machine
+from kvshot.experiments.record import (
+    CodeInfo,
+    MachineInfo,
+    RunRecord,
+    Sha256,
+    Stored,
+    Strict,
+    TargetInfo,
+    describe_code,
+    describe_machine,
+)
 from kvshot.fileio import atomic_file, cache_dir
 from kvshot.progress import progress
 from kvshot.targets import Target
@@ -33,11 +44,7 @@ PAPER_TREE = TreeShape(8, 10, 60)
 CHAINS = tuple(range(1, 9))
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class Calls(_Strict):
+class Calls(Strict):
     """Verify calls of every prompt, and the tokens that they kept (the target's own included)."""
 
     calls: list[NonNegativeInt]
@@ -48,7 +55,7 @@ class Calls(_Strict):
         return cls(calls=[len(r.kept) for r in reports], kept=[sum(r.kept) for r in reports])
 
 
-class Domain(_Strict):
+class Domain(Strict):
     """texts_sha256: of prompts and texts; otherwise: text tokens that one pass over the text would have chosen
     otherwise (near ties of the target's two best scores); shapes: "tree (8, 10, 60)", "chain 1" .. "chain 8".
     """
@@ -56,11 +63,11 @@ class Domain(_Strict):
     prompts: PositiveInt
     tokens: NonNegativeInt
     otherwise: NonNegativeInt
-    texts_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    texts_sha256: Sha256
     shapes: dict[str, Calls]
 
 
-class EndToEnd(_Strict):
+class EndToEnd(Stored):
     """One drafter's verify calls on the target's greedy text, by domain. run_created: when its record was made."""
 
     experiment: str
@@ -74,10 +81,6 @@ class EndToEnd(_Strict):
     code: CodeInfo
     machine: MachineInfo
     created: AwareDatetime
-
-    def save(self, path: str | os.PathLike) -> None:
-        with atomic_file(Path(path)) as tmp:
-            tmp.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> EndToEnd:
@@ -102,10 +105,10 @@ def greedy_texts(target: Target, prompts: Sequence[Sequence[int]], max_new_token
         return json.loads(path.read_text())
     texts: list[list[int]] = []
     with progress("greedy texts (prompts)", len(prompts), quiet=quiet) as advance:
-        common = os.path.commonprefix([list(p[:-1]) for p in prompts])
+        common = common_start(prompts)
         if target.device.type == "cpu" and common and target.model.config.model_type in ("llama", "qwen2", "qwen3"):
             # many rows at a time: one at a time a small target waits for its memory
-            texts = _in_blocks(target, prompts, max_new_tokens, advance)
+            texts = _in_blocks(target, prompts, common, max_new_tokens, advance)
         else:
             for p in prompts:
                 texts.append(plain_decode(target, p, max_new_tokens))
@@ -115,9 +118,10 @@ def greedy_texts(target: Target, prompts: Sequence[Sequence[int]], max_new_token
     return texts
 
 
-def _in_blocks(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, advance) -> list[list[int]]:
-    start, stop, size = len(os.path.commonprefix([list(p[:-1]) for p in prompts])), frozenset(target.eos_ids), 64
-    generator = BlockGenerator(target.model, prompts[0][:start], block_rows=size, max_rows=size,
+def _in_blocks(target: Target, prompts: Sequence[Sequence[int]], common: Sequence[int], max_new_tokens: int, advance
+               ) -> list[list[int]]:
+    start, stop, size = len(common), frozenset(target.eos_ids), 64
+    generator = BlockGenerator(target.model, common, block_rows=size, max_rows=size,
                                capacity=max(map(len, prompts)) + max_new_tokens + 2)
     blocks = ((n, [Row((Forced(tuple(p[start:])), Sampled(max_new_tokens, stop)))
                    for p in prompts[n * size : (n + 1) * size]]) for n in range(-(-len(prompts) // size)))
@@ -148,8 +152,8 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
                 read = Text.read(target, drafter, prompt, text, limit=max_new_tokens)
                 otherwise += read.otherwise
                 for n, report in replay_chains(drafter, read, CHAINS).items():
-                    reports.setdefault(f"chain {n}", []).append(report)
-                reports.setdefault("tree (8, 10, 60)", []).append(replay_tree(drafter, read, PAPER_TREE))
+                    reports.setdefault(TreeShape(n).name, []).append(report)
+                reports.setdefault(PAPER_TREE.name, []).append(replay_tree(drafter, read, PAPER_TREE))
                 advance()
         digest = hashlib.sha256(json.dumps([asked, texts]).encode()).hexdigest()
         domains[name] = Domain(prompts=len(asked), tokens=sum(map(len, texts)), otherwise=otherwise,
@@ -178,8 +182,7 @@ def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: s
 
 def mat_of(calls: Calls, *, n_boot: int = 2000) -> Estimate:
     """Tokens a verify call, with a 95 % interval over prompts."""
-    samples = _resampled(calls, n_boot)
-    return _estimate(sum(calls.kept) / max(1, sum(calls.calls)), samples)
+    return estimate(sum(calls.kept) / max(1, sum(calls.calls)), _resampled(calls, n_boot), len(calls.calls))
 
 
 def mat_difference(a: EndToEnd, b: EndToEnd, domain: str, shape: str, *, n_boot: int = 2000) -> Estimate:
@@ -191,16 +194,11 @@ def mat_difference(a: EndToEnd, b: EndToEnd, domain: str, shape: str, *, n_boot:
     if x.texts_sha256 != y.texts_sha256:
         raise KvshotError(f"{a.experiment} and {b.experiment} were measured on different texts: measure both again")
     p, q = x.shapes[shape], y.shapes[shape]
-    return _estimate(sum(p.kept) / sum(p.calls) - sum(q.kept) / sum(q.calls),
-                     _resampled(p, n_boot) - _resampled(q, n_boot))
+    return estimate(sum(p.kept) / sum(p.calls) - sum(q.kept) / sum(q.calls),
+                    _resampled(p, n_boot) - _resampled(q, n_boot), len(p.calls))
 
 
 def _resampled(calls: Calls, n_boot: int) -> np.ndarray:
-    n = len(calls.calls)
-    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=n_boot)
-    return weights @ np.array(calls.kept) / np.maximum(1, weights @ np.array(calls.calls))
-
-
-def _estimate(value: float, samples: np.ndarray) -> Estimate:
-    low, high = np.quantile(samples, [0.025, 0.975])
-    return Estimate(value=float(value), low=float(low), high=float(high))
+    counts = np.stack([calls.kept, calls.calls], -1)[:, None]
+    kept, made = resample(counts, n_boot, 0)[:, 0].T
+    return kept / np.maximum(1, made)

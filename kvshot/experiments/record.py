@@ -34,20 +34,29 @@ SCHEMA_VERSION = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Unknown fields and NaN are errors: a record is read years later, by people who cannot ask."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class TargetInfo(_Strict):
+class Stored(Strict):
+    """What is a file of its own."""
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the record as JSON, whole or not at all. Raises KvshotError when the disk is full."""
+        with atomic_file(path) as tmp:
+            tmp.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+class TargetInfo(Strict):
     """The target by name and by the hash of its weights."""
 
     name: str
     weights_sha256: Sha256
 
 
-class DataInfo(_Strict):
+class DataInfo(Strict):
     """The data set; tokens are supervised tokens (answers), each counted once."""
 
     name: str
@@ -58,7 +67,7 @@ class DataInfo(_Strict):
     n_held_out_tokens: NonNegativeInt
 
 
-class CurvePoint(_Strict):
+class CurvePoint(Strict):
     """A point of the training curve: `tokens` seen so far, mean training loss since the last point.
 
     `mat` (held-out) is None where only the loss was logged.
@@ -71,7 +80,7 @@ class CurvePoint(_Strict):
     alpha: list[float] | None = None
 
 
-class TrainingInfo(_Strict):
+class TrainingInfo(Strict):
     """How long, how fast, and the curve. `options`: every setting of the trainer, as it was given."""
 
     steps: NonNegativeInt
@@ -84,7 +93,7 @@ class TrainingInfo(_Strict):
     curve: list[CurvePoint] = []
 
 
-class DomainEvaluation(_Strict):
+class DomainEvaluation(Strict):
     """Step-wise acceptance on one held-out domain, with the n-gram row on the same columns.
 
     counts: of every conversation, for paired comparisons with other records.
@@ -95,7 +104,7 @@ class DomainEvaluation(_Strict):
     counts: ConversationCounts | None = None
 
 
-class Cost(_Strict):
+class Cost(Strict):
     """What a drafter costs. parameters: trained ones. flops: of one draft step of one column over `prefix` tokens."""
 
     parameters: NonNegativeInt
@@ -103,7 +112,7 @@ class Cost(_Strict):
     prefix: NonNegativeInt
 
 
-class CodeInfo(_Strict):
+class CodeInfo(Strict):
     """Version of kvshot; in a source checkout its git commit (`dirty`: the package differs from it)."""
 
     version: str
@@ -111,7 +120,7 @@ class CodeInfo(_Strict):
     dirty: bool | None = None
 
 
-class MachineInfo(_Strict):
+class MachineInfo(Strict):
     """What it ran on. `device`: "cpu", or the accelerator's name."""
 
     cpu: str
@@ -122,7 +131,7 @@ class MachineInfo(_Strict):
     python: str
 
 
-class RunRecord(_Strict):
+class RunRecord(Stored):
     """One run of one experiment.
 
     experiment, profile: names; drafter: its configuration (for a run without one, what was run instead);
@@ -143,11 +152,6 @@ class RunRecord(_Strict):
     created: Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(UTC))] = Field(
         default_factory=lambda: datetime.now(UTC).replace(microsecond=0)
     )
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the record as JSON, whole or not at all. Raises KvshotError when the disk is full."""
-        with atomic_file(path) as tmp:
-            tmp.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> RunRecord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -60,9 +59,9 @@ def time_decoding(target: Target, prompts: Sequence[Sequence[int]], drafters: Ma
             order = np.random.default_rng(number).permutation(list(runs))
             texts = {}
             for name in order:
-                began = _now(target)
+                began = target.clock()
                 tokens, report = runs[name](list(prompt))
-                row = {"prompt": number, "name": str(name), "seconds": _now(target) - began, "tokens": len(tokens)}
+                row = {"prompt": number, "name": str(name), "seconds": target.clock() - began, "tokens": len(tokens)}
                 if report is not None:
                     row |= {"calls": len(report.kept), "prefill": report.prefill_seconds,
                             **{part: report.seconds[part] for part in PARTS}}
@@ -101,24 +100,18 @@ def pass_costs(target: Target, prompt: Sequence[int], widths: Sequence[int], *, 
         fed = torch.full((width,), int(prompt[-1]), device=target.device)
         taken = []
         for _ in range(repeats + 1):
-            began = _now(target)
+            began = target.clock()
             score(session.read(fed)).argmax(-1).tolist()
-            taken.append(_now(target) - began)
+            taken.append(target.clock() - began)
             session.keep([])
         out[width] = float(np.median(taken[1:]))
     return out
 
 
-def _now(target: Target) -> float:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()
-
-
 def per_call(times: pd.DataFrame) -> pd.DataFrame:
     """Where the time of a verify call goes, in seconds, and the tokens that it kept, by contestant."""
     drafted = times.dropna(subset=["calls"])
-    total = drafted.groupby("name")[["calls", "tokens", "prefill", *PARTS]].sum()
+    total = drafted.groupby("name")[["calls", "tokens", *PARTS]].sum()
     prompts = drafted.groupby("name").prompt.count()
     out = total[list(PARTS)].div(total.calls, axis=0)
     out.insert(0, "kept", (total.tokens - prompts) / total.calls)  # the first token of a text comes with its prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,12 @@ class Target:
             raise KvshotError(f"target {self.name} has {len(layers)} layers with keys and values, not {n}: "
                               "name the layers, or () for none")
         return tuple(layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n))
+
+    def clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
         """Next-token scores, float32: final [..., d] to [..., V], or [..., len(rows)] for those token ids.

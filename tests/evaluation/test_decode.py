@@ -64,16 +64,20 @@ def plain(target: Target, ids: list[int], n: int, eos: set[int]) -> list[int]:
     return out
 
 
+def draw_case(draw, vocab: int = 11) -> tuple[Target, Drafter, list[int], TreeShape, set[int], int]:
+    """Target, drafter, prompt, shape of the draft, end tokens, limit of length."""
+    kind, seed = draw(st.sampled_from(sorted(KINDS))), draw(st.integers(0, 2))
+    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9))
+    shape = TreeShape(draw(st.integers(0, 5)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 9)))
+    eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 24))
+    return make_target(vocab), make_drafter(vocab, kind, seed), ids, shape, eos, n
+
+
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())
 def test_greedy_text_is_the_targets_own(data):
-    draw, vocab = data.draw, 11
-    kind, seed = draw(st.sampled_from(sorted(KINDS))), draw(st.integers(0, 2))
-    target, drafter = make_target(vocab), make_drafter(vocab, kind, seed)
-    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9))
-    shape = TreeShape(draw(st.integers(0, 5)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 9)))
-    eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 20))
+    target, drafter, ids, shape, eos, n = draw_case(data.draw)
     parts: list[int] = []
     got = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos, on_tokens=parts.extend)
     assert got.tokens == parts == plain(target, ids, n, eos) == plain_decode(target, ids, n, eos_ids=eos)

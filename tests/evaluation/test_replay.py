@@ -11,7 +11,7 @@ from kvshot.evaluation.decode import decode
 from kvshot.evaluation.replay import Text, replay_chains, replay_tree
 from kvshot.evaluation.tree import TreeShape
 
-from .test_decode import KINDS, make_drafter, make_target
+from .test_decode import draw_case, make_drafter, make_target
 
 
 def calls(report):
@@ -23,17 +23,12 @@ def calls(report):
           phases=[Phase.explicit, Phase.generate])  # to shrink a failure takes minutes
 @given(data=st.data())
 def test_a_replay_is_the_decoder(data):
-    draw, vocab = data.draw, 11
-    kind, seed = draw(st.sampled_from(sorted(KINDS))), draw(st.integers(0, 2))
-    target, drafter = make_target(vocab), make_drafter(vocab, kind, seed)
-    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9))
-    shape = TreeShape(draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 9)))
-    eos, n = draw(st.sets(st.integers(0, vocab - 1), max_size=2)), draw(st.integers(1, 24))
+    target, drafter, ids, shape, eos, n = draw_case(data.draw)
     done = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos)
     text = Text.read(target, drafter, ids, done.tokens, limit=n, eos_ids=eos)
     assert text.otherwise == 0
     assert calls(replay_tree(drafter, text, shape)) == calls(done.report)
-    length = draw(st.integers(1, 6))
+    length = data.draw(st.integers(1, 6))
     chain = decode(target, drafter, ids, max_new_tokens=n, shape=TreeShape(length), eos_ids=eos)
     assert calls(replay_chains(drafter, text, [length, 6])[length]) == calls(chain.report)
 
