@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,8 @@ def rows(names: Sequence[str], results: str | os.PathLike, profile: str) -> Rows
 def missing_note(names: Sequence[str], found: Rows) -> str:
     """A sentence about the rows that have not been run."""
     absent = [label(n) for n in names if n not in found]
-    return "Every row has been run." if not absent else "Not run yet: " + "; ".join(absent) + "."
+    note = "Not run yet: " + "; ".join(absent) + "." if absent else "Every row has been run."
+    return textwrap.fill(note, 75)  # a page's width
 
 
 def decays(found: Rows, *, domain: str = "held_out") -> list[Decay]:
