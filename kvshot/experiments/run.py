@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,10 +29,13 @@ from kvshot.experiments.record import (
     describe_machine,
 )
 from kvshot.experiments.registry import experiment
-from kvshot.fileio import cache_dir, exclusive
+from kvshot.fileio import atomic_file, cache_dir, exclusive
 from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
+from kvshot.training.probes import save_probes
 from kvshot.training.trainer import Progress, TrainConfig, Trainer
+
+PROBES = "probes.csv.xz"
 
 
 def recipe(base: Profile, name: str, **given) -> TrainConfig:
@@ -103,12 +107,15 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
         cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
         evaluation=measured, code=describe_code(), machine=describe_machine(bench.target.device))
     if PartialState().is_main_process:
+        save_probes(folder / PROBES, done.probes)
         result.save(record)
     return result
 
 
 def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint: bool = False) -> Path:
-    """Copy a run's record to results/<profile>/<experiment>-seed<n>.json, and, if asked, its drafter in bfloat16."""
+    """Copy a run's record to results/<profile>/<experiment>-seed<n>.json, what its probes saw to the folder `probes`
+    there, and, if asked, its drafter in bfloat16.
+    """
     record = RunRecord.load(Path(folder) / "record.json")
     if record.training is None:
         raise KvshotError(f"the run in {folder} trained nothing: publish a run that `kvshot train` made")
@@ -117,6 +124,10 @@ def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint
         target = load_target(record.target.name, device="cpu")
         drafter, vocab = load_drafter(Path(folder) / "best", target)
         save_drafter(name, drafter, vocab, target, dtype=torch.bfloat16)
+    seen = Path(folder) / PROBES
+    if seen.exists():
+        with atomic_file(name.parent / "probes" / f"{name.name}.csv.xz") as tmp:
+            shutil.copyfile(seen, tmp)
     path = name.with_name(name.name + ".json")
     record.save(path)
     return path

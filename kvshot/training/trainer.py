@@ -25,6 +25,7 @@ from kvshot.fileio import atomic_file
 from kvshot.progress import progress
 from kvshot.targets import Features, Target
 from kvshot.training.batches import load_batch, training_batches
+from kvshot.training.probes import Probes, numbers
 from kvshot.training.ttt import TTTLoss, choose_columns
 
 
@@ -55,7 +56,10 @@ class TrainConfig(BaseModel):
 
 @dataclass
 class Progress:
-    """What a run has behind it; `curve` holds one dict a check: step, tokens, loss, and what `evaluate` returned."""
+    """What a run has behind it.
+
+    curve: one dict a check (step, tokens, loss, and what `evaluate` returned); probes: one dict a step (`Probes`).
+    """
 
     step: int = 0
     tokens: int = 0
@@ -63,6 +67,7 @@ class Progress:
     best_mat: float = -math.inf
     best_step: int = 0
     curve: list[dict] = field(default_factory=list)
+    probes: list[dict] = field(default_factory=list)
 
 
 def scale_kv_gradient(drafter: Drafter, factor: float) -> None:
@@ -132,6 +137,7 @@ class Trainer:
         loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay, offline=config.offline)
         if config.kv_gradient != 1:
             scale_kv_gradient(drafter, config.kv_gradient)
+        self.probes, self.seen = Probes(drafter), []
         self.loss = self.accelerator.prepare(loss)
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.done = Progress()
@@ -152,7 +158,7 @@ class Trainer:
             while state.step < until:
                 running.append(self._step([next(batches) for _ in range(world)]))
                 state.step += 1
-                if state.step % config.eval_every == 0 or state.step == until:
+                if self._checked(state.step) or state.step == until:
                     losses = self._finite(running)  # waits for the device, so the time below is that of the work
                     state.seconds = time.monotonic() - started
                     self._check(losses)
@@ -172,15 +178,20 @@ class Trainer:
         batch, columns = batch.to(self.accelerator.device), columns.to(self.accelerator.device)
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(config, state.step)
-        with self._autocast():
-            loss = self.loss(batch, columns)
-        self.accelerator.backward(loss)
+        with self.probes.watch(close=self._checked(state.step + 1)):
+            with self._autocast():
+                loss = self.loss(batch, columns)
+            self.accelerator.backward(loss)
+        self.seen.append(self.probes.row())
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         state.tokens += sum(self.store.lengths[i] for indices in batches for i in indices)
         return loss.detach(), norm.detach()
+
+    def _checked(self, step: int) -> bool:
+        return step % self.config.eval_every == 0 or step == self.config.steps
 
     def _finite(self, running: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Mean loss over the steps since the last check; a NaN in loss or gradient anywhere stops every process."""
@@ -197,6 +208,8 @@ class Trainer:
         with self._autocast():
             measured = self.evaluate(self.drafter)
         state.curve.append({"step": state.step, "tokens": state.tokens, "loss": loss, **measured})
+        state.probes += numbers(self.seen)
+        self.seen.clear()
         if measured["mat"] > state.best_mat:
             state.best_mat, state.best_step = measured["mat"], state.step
             if self.accelerator.is_main_process:
