@@ -254,6 +254,29 @@ def replay(
 
 
 @app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="folder that `kvshot train` wrote, or a published checkpoint")],
+    results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    texts: Annotated[int, typer.Option(min=2, help="held-out conversations whose attention is compared")] = 48,
+    query_steps: Annotated[int, typer.Option(min=1, help="training steps of the queries alone")] = 200,
+    device: DeviceOption = None,
+) -> None:
+    """Why does this drafter decay? True states in place of its own, where it looks, what better queries are worth."""
+    from kvshot.evaluation.metrics import pool
+    from kvshot.experiments.diagnosis import diagnose_run
+
+    record, path = diagnose_run(run, results, device=device, texts=texts, query_steps=query_steps)
+    for name, counts in (record.regimes | record.queries).items():
+        measured = pool([counts], n_boot=2)
+        console.print(f"{name}: alpha {measured.alpha[0]:.3f} to {measured.alpha[-1]:.3f}, "
+                      f"MAT {measured.mat.value:.3f}")
+    for o in record.outcomes:
+        console.print(f"{o.branch}: distance of its attention from the target's {o.accepted:.3f} where a draft was "
+                      f"accepted, {o.rejected:.3f} where not")
+    console.print(f"{path}")
+
+
+@app.command()
 def show(records: Annotated[list[Path], typer.Argument(help="record files, or folders of them")]) -> None:
     """Print run records."""
     from kvshot.experiments import RunRecord, load_records

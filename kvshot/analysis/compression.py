@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshot.errors import KvshotError
 from kvshot.progress import progress
-from kvshot.targets import Target, capture
+from kvshot.targets import Target, TargetContext, capture
 
 THRESHOLD = 0.01
 SINK = 1  # the first token draws attention that means nothing; it is left out
@@ -23,13 +23,19 @@ def attention_maps(target: Target, ids: Tensor, layers: Sequence[int]) -> Iterat
     For layers with full attention and no extra terms in their scores.
     """
     context = capture(target, ids[None], hidden_layers=(), kv_layers=tuple(layers), queries=True)
-    n = ids.shape[-1]
-    future = torch.ones(n, n, dtype=torch.bool, device=context.ids.device).triu(1)
     for at, layer in enumerate(layers):
-        q, k = context.queries[0, at].float(), context.keys[0, at].float()
-        k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
-        scale = getattr(target.decoder.layers[layer].self_attn, "scaling", q.shape[-1] ** -0.5)
-        yield layer, (q @ k.transpose(-1, -2) * scale).masked_fill(future, -torch.inf).softmax(-1)
+        yield layer, attention_weights(context, at)
+
+
+def attention_weights(context: TargetContext, at: int) -> Tensor:
+    """Weights [H, T, T] in float32 of the block `context.kv_layers[at]`, of the first sequence, where queries are."""
+    q, k = context.queries[0, at].float(), context.keys[0, at].float()
+    n = q.shape[1]
+    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
+    block = context.target.decoder.layers[context.kv_layers[at]]
+    scale = getattr(block.self_attn, "scaling", q.shape[-1] ** -0.5)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(future, -torch.inf).softmax(-1)
 
 
 def _pairs(weights: Tensor, k: int, first: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,139 @@
+"""What survives in a hidden state (Section 2): which tokens of the prefix can still be read from it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvshot.analysis.compression import attention_weights
+from kvshot.errors import KvshotError
+from kvshot.progress import progress
+from kvshot.targets import Target, capture
+
+CACHE = "the cache"  # the ceiling: keys and values of the token itself
+
+
+class _Ridge:
+    """Least squares from scaled inputs; ridge in units of unit variance, times the number of rows."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, ridge: float) -> None:
+        self.centre, self.spread, self.mean = x.mean(0), x.std(0) + 1e-9, y.mean(0)
+        x = (x - self.centre) / self.spread
+        gram = x.T @ x
+        gram[np.diag_indices_from(gram)] += ridge * len(x)
+        self.weights = np.linalg.solve(gram, x.T @ (y - self.mean))
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return ((x - self.centre) / self.spread) @ self.weights + self.mean
+
+
+class _Texts:
+    """What is read of some texts. Positions t from `first` on; the token looked for stands at t - distance."""
+
+    def __init__(self, target: Target, texts: Sequence[Tensor], hidden: tuple[int, ...], kv: tuple[int, ...],
+                 block: int, first: int, advance) -> None:
+        parts: dict[str, list] = {"hidden": [], "cache": [], "values": [], "weights": [], "ids": []}
+        for ids in texts:
+            context = capture(target, ids[None], hidden_layers=hidden, kv_layers=kv, queries=True)
+            at = kv.index(block)
+            pairs = torch.stack([context.keys_unrotated()[0], context.values[0]], 1)  # [L, 2, H, T, D]
+            parts["hidden"].append(context.hidden[0].transpose(0, 1))  # [T, n, d]
+            parts["cache"].append(pairs.permute(3, 0, 1, 2, 4).flatten(1))
+            parts["values"].append(context.values[0, at].transpose(0, 1).flatten(1))
+            parts["weights"].append(attention_weights(context, at).mean(0))
+            parts["ids"].append(ids)
+            advance()
+        for name, several in parts.items():
+            setattr(self, name, [x.cpu().numpy().astype(np.int64 if name == "ids" else np.float64) for x in several])
+        self.first, self.lengths = first, [len(x) for x in texts]
+
+    def states(self, places: Sequence[int]) -> np.ndarray:
+        return np.concatenate([h[self.first :, list(places)].reshape(len(h) - self.first, -1) for h in self.hidden])
+
+    def looked_for(self, what: str, distance: int) -> np.ndarray:
+        """Rows of `what` ("cache", "values", "ids") at t - distance."""
+        return np.concatenate([x[self.first - distance : len(x) - distance] for x in getattr(self, what)])
+
+    def received(self, distance: int) -> np.ndarray:
+        """Weight, mean over heads, that the query at t gave to t - distance."""
+        return np.concatenate([np.diagonal(w, -distance)[self.first - distance :] for w in self.weights])
+
+    def number(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.lengths)), [n - self.first for n in self.lengths])
+
+
+def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
+             block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64), ridge: float = 1e-2,
+             quiet: bool = False) -> pd.DataFrame:
+    """Read a token's value vector and its identity from the state `distance` positions later, by linear probes.
+
+    train, test: texts ids [T]; the probes are fitted on `train` and everything below is of `test`. sources: name ->
+    hidden layers of the state at t. block: whose values and attention (default: the middle one of three spaced blocks).
+    A probe for each source and distance, all on the positions t >= the largest distance + 1.
+
+    One row a position: text, source, distance; weight: what the block's query at t gave the token (mean over heads);
+    error, total: squared error of the value's probe, and around the mean of `train` (R² = 1 - sum / sum); right:
+    whether the token embedding nearest (cosine) to the other probe's, of all tokens in `test`, is the token's. The
+    source "the cache" reads the token's own keys and values in three spaced blocks: the ceiling.
+    Raises KvshotError when no text is long enough.
+    """
+    kv = target.spaced_kv_layers(3)
+    block = kv[1] if block is None else block
+    kv = kv if block in kv else (*kv, block)
+    first, hidden = max(distances) + 1, tuple(sorted({i for layers in sources.values() for i in layers}))
+    train, test = ([t for t in texts if len(t) > first] for texts in (train, test))
+    if not train or not test:
+        raise KvshotError(f"no text is longer than {first} tokens: give longer ones or smaller distances")
+    with progress("reading (texts)", len(train) + len(test), quiet=quiet) as advance:
+        fitted, judged = (_Texts(target, texts, hidden, kv, block, first, advance) for texts in (train, test))
+    embed = target.embedding_weight.double().cpu().numpy()
+    candidates = np.unique(np.concatenate(judged.ids))
+    rows = []
+    for distance in distances:
+        y = [np.concatenate([part.looked_for("values", distance), embed[part.looked_for("ids", distance)]], 1)
+             for part in (fitted, judged)]
+        inputs = {name: [part.states([hidden.index(i) for i in layers]) for part in (fitted, judged)]
+                  for name, layers in sources.items()}
+        inputs[CACHE] = [part.looked_for("cache", distance) for part in (fitted, judged)]
+        for name, (x, z) in inputs.items():
+            guess = _Ridge(x, y[0], ridge)(z)
+            n = judged.values[0].shape[1]
+            rows.append(pd.DataFrame({
+                "text": judged.number(), "source": name, "distance": distance, "weight": judged.received(distance),
+                "error": ((guess - y[1])[:, :n] ** 2).sum(1),
+                "total": ((y[0][:, :n].mean(0) - y[1][:, :n]) ** 2).sum(1),
+                "right": _nearest(guess[:, n:] - y[0][:, n:].mean(0), embed[candidates] - y[0][:, n:].mean(0),
+                                  candidates) == judged.looked_for("ids", distance)}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def _nearest(guess: np.ndarray, vectors: np.ndarray, names: np.ndarray) -> np.ndarray:
+    """The name of the vector with the largest cosine, for each guess."""
+    return names[(guess @ (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).T).argmax(1)]
+
+
+def recovered(table: pd.DataFrame, by: Sequence[str], *, n_boot: int = 1000) -> pd.DataFrame:
+    """R² of the values and share of tokens identified for each group, with 95 % intervals over texts.
+
+    Columns: r2, r2_low, r2_high, right, right_low, right_high, n (positions).
+    """
+    texts = np.sort(table["text"].unique())
+    weights = np.random.default_rng(0).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=n_boot)
+    out = {}
+    for key, rows in table.groupby(list(by), observed=True):
+        sums = rows.groupby("text")[["error", "total", "right"]].sum().assign(n=rows.groupby("text").size())
+        sums = sums.reindex(texts, fill_value=0).to_numpy(np.float64)
+        draws = weights @ sums
+        with np.errstate(invalid="ignore", divide="ignore"):
+            drawn = [1 - draws[:, 0] / draws[:, 1], draws[:, 2] / draws[:, 3]]
+        error, total, right, n = sums.sum(0)
+        intervals = [np.nanquantile(d, [0.025, 0.975]) for d in drawn]
+        out[key] = [1 - error / total, *intervals[0], right / n, *intervals[1], int(n)]
+    columns = ["r2", "r2_low", "r2_high", "right", "right_low", "right_high", "n"]
+    frame = pd.DataFrame.from_dict(out, orient="index", columns=columns)
+    frame.index = pd.MultiIndex.from_tuples(frame.index, names=list(by))
+    return frame.astype({"n": int})
