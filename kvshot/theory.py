@@ -1,15 +1,20 @@
-"""Figures of the theory pages: attention that shifts, keys and values that a linear map explains."""
+"""Figures of the theory pages: attention that shifts, what a linear map explains, what survives in a state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from kvshot.analysis.compression import SINK, attention_maps
+from kvshot.targets import Target
 from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH
+from kvshot.widgets import Slider, shaded_text
 
 
 def shift_figure(curves: Mapping[str, pd.DataFrame]) -> Figure:
@@ -54,3 +59,38 @@ def explained_figure(table: pd.DataFrame) -> Figure:
     axes[1].legend(frameon=False, fontsize=SMALL - 1)
     plt.close(fig)
     return fig
+
+
+def survival_figure(rates: pd.DataFrame) -> Figure:
+    """`analysis.survival.recovered` by source and distance: variance of the value explained, and tokens identified."""
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.0), layout="constrained")
+    for ax, (what, title) in zip(axes, (("r2", "value vector (R²)"), ("right", "token identified")), strict=True):
+        for (name, rows), colour, marker in zip(rates.groupby("source", sort=False), PALETTE, MARKERS, strict=False):
+            at = rows.index.get_level_values("distance")
+            off = np.clip(np.stack([rows[what] - rows[f"{what}_low"], rows[f"{what}_high"] - rows[what]]), 0, None)
+            ax.errorbar(at, rows[what], yerr=off, color=colour, marker=marker, capsize=2, label=name)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(at, [f"{d}" for d in at])
+        ax.set(xlabel="tokens back", title=title, ylim=(min(0, rates[what].min()) - 0.02, 1.02))
+        ax.title.set_fontsize(SMALL)
+    axes[0].legend(frameon=False, fontsize=SMALL - 1)
+    plt.close(fig)
+    return fig
+
+
+def attention_slider(target: Target, ids: Tensor, case: Mapping[str, float | int], offsets: Sequence[int], *,
+                     around: int = 48) -> Slider:
+    """One head's attention over a sentence from the queries at t + k, k in `offsets`; case: of `suppressed_example`.
+
+    Shades are in units of the largest weight of each query, the first token left out; the case's token is framed.
+    """
+    (_, weights), = attention_maps(target, ids, (int(case["layer"]),))
+    t, start = int(case["position"]), max(SINK, min(int(case["token"]), int(case["position"]) - around))
+    tokens = [target.tokenizer.decode([int(i)]) for i in ids[start : t + 1]]
+    frames, captions = [], []
+    for k in offsets:
+        row = weights[int(case["head"]), t + k, : t + 1].cpu()
+        row = row[start:] / row[SINK:].max()
+        frames.append(shaded_text(tokens, row.tolist(), int(case["token"]) - start))
+        captions.append(f"query at t + {k}")
+    return Slider("k", captions, frames)

@@ -13,6 +13,8 @@ from kvshot.data import Conversation, Message, read_conversations, write_convers
 from kvshot.data.corpus import Corpus
 from kvshot.errors import KvshotError
 from kvshot.experiments import RunRecord
+from kvshot.experiments.diagnosis import diagnoses
+from kvshot.training.probes import load_probes
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,16 @@ def test_train_evaluate_show(place):
     assert kvshot(place, "publish", "run", "--checkpoint").strip() == "results/smoke/eagle3-seed0.json"
     assert RunRecord.load(place / "results/smoke/eagle3-seed0.json") == RunRecord.load(place / "run" / "record.json")
     assert "held_out" in kvshot(place, "evaluate", "results/smoke/eagle3-seed0", "-p", "smoke", "--device", "cpu")
+    few = "--texts", 6, "--query-steps", 2, "--device", "cpu"
+    printed = kvshot(place, "diagnose", "run", *few)
+    assert "oracle queries: alpha" in printed and "layer 1: distance" in printed
+    found = diagnoses(place / "results", "smoke")["eagle3"]
+    assert found.regimes["as drafted"] == record.evaluation["held_out"].counts
+    assert found.run_created == RunRecord.load(place / "run" / "record.json").created
+    assert [d.step for d in found.drift] == [1, 2, 3, 4, 5, 6] and len(found.looking) == 7
+    kvshot(place, "diagnose", "results/smoke/eagle3-seed0", *few)  # a published checkpoint, in bfloat16
+    assert "no such" in kvshot(place, "diagnose", "nowhere", ok=False).lower()
+    assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40
     other = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--lr", "0.1", ok=False)
     assert "another recipe" in other
 
@@ -66,7 +78,7 @@ def test_data_commands(place):
     assert read_conversations(place / "out.jsonl").conversations[0].messages[1].content == "Hello!"
     assert "⟦Hello!" in kvshot(place, "data", "preview", "out.jsonl", "--target", "smoke")
     kvshot(place, "capture", "--profile", "smoke", "--device", "cpu")
-    assert len(list((place / "cache" / "features").iterdir())) == 3
+    assert {"train", "validation", "held_out"} <= {p.name.split("-")[1] for p in (place / "cache/features").iterdir()}
 
 
 @pytest.mark.parametrize(("args", "message"), [

@@ -27,12 +27,12 @@ def texts():
 @pytest.fixture(scope="module")
 def table(target, texts):
     return survival(target, texts[:20], texts[20:], {"state": (2,), "embedding": (0,)}, block=1, distances=(0, 2, 8),
-                    ridge=1e-4, quiet=True)
+                    quiet=True)
 
 
 def test_each_source_knows_what_it_holds(table):
     rates = recovered(table, ["source", "distance"], n_boot=50)
-    assert (rates.loc[CACHE, "r2"] > 0.99).all()
+    assert (rates.loc[CACHE, "r2"] > 0.9).all()
     assert rates.loc[("embedding", 0), "right"] == 1 and rates.loc[("embedding", 8), "right"] < 0.3
     assert rates.loc[("state", 0), "r2"] > rates.loc[("state", 8), "r2"] + 0.3
     assert rates.loc[("state", 0), "right"] > rates.loc[("state", 8), "right"]

@@ -17,18 +17,41 @@ from kvshot.targets import Target, capture
 CACHE = "the cache"  # the ceiling: keys and values of the token itself
 
 
-class _Ridge:
-    """Least squares from scaled inputs; ridge in units of unit variance, times the number of rows."""
+STRENGTHS = 1e-2, 1e-1, 1.0, 10.0  # of the penalty, in units of unit variance, times the number of rows
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, ridge: float) -> None:
+
+class _Ridge:
+    """Least squares from scaled inputs to several groups of outputs, each with the penalty that serves it best on rows
+    left out.
+
+    x [n, p], y [n, m]; groups: slices of the m outputs; left_out bool [n]. The last fit is on all rows.
+    """
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, groups: Sequence[slice], left_out: np.ndarray) -> None:
         self.centre, self.spread, self.mean = x.mean(0), x.std(0) + 1e-9, y.mean(0)
-        x = (x - self.centre) / self.spread
-        gram = x.T @ x
-        gram[np.diag_indices_from(gram)] += ridge * len(x)
-        self.weights = np.linalg.solve(gram, x.T @ (y - self.mean))
+        x, y = (x - self.centre) / self.spread, y - self.mean
+        some, rest = x[~left_out], x[left_out]
+        gram, cross = some.T @ some, some.T @ y[~left_out]
+        wrong = []
+        for strength in STRENGTHS:
+            miss = rest @ _solve(gram, cross, strength * len(some)) - y[left_out]
+            wrong.append([(miss[:, g] ** 2).sum() for g in groups])
+        best = np.argmin(wrong, axis=0)
+        gram, cross = gram + rest.T @ rest, cross + rest.T @ y[left_out]
+        self.weights = np.empty_like(cross)
+        for i in set(best.tolist()):
+            solved = _solve(gram, cross, STRENGTHS[i] * len(x))
+            for g in (g for g, chosen in zip(groups, best, strict=True) if chosen == i):
+                self.weights[:, g] = solved[:, g]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         return ((x - self.centre) / self.spread) @ self.weights + self.mean
+
+
+def _solve(gram: np.ndarray, cross: np.ndarray, penalty: float) -> np.ndarray:
+    penalised = gram.copy()
+    penalised[np.diag_indices_from(penalised)] += penalty
+    return np.linalg.solve(penalised, cross)
 
 
 class _Texts:
@@ -67,13 +90,13 @@ class _Texts:
 
 
 def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
-             block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64), ridge: float = 1e-2,
-             quiet: bool = False) -> pd.DataFrame:
+             block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64), quiet: bool = False) -> pd.DataFrame:
     """Read a token's value vector and its identity from the state `distance` positions later, by linear probes.
 
     train, test: texts ids [T]; the probes are fitted on `train` and everything below is of `test`. sources: name ->
     hidden layers of the state at t. block: whose values and attention (default: the middle one of three spaced blocks).
-    A probe for each source and distance, all on the positions t >= the largest distance + 1.
+    A probe for each source and distance, all on the positions t >= the largest distance + 1; the last fifth of `train`
+    decides its penalty.
 
     One row a position: text, source, distance; weight: what the block's query at t gave the token (mean over heads);
     error, total: squared error of the value's probe, and around the mean of `train` (R² = 1 - sum / sum); right:
@@ -92,22 +115,29 @@ def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], so
         fitted, judged = (_Texts(target, texts, hidden, kv, block, first, advance) for texts in (train, test))
     embed = target.embedding_weight.double().cpu().numpy()
     candidates = np.unique(np.concatenate(judged.ids))
+    cut = fitted.number() >= -(-4 * len(train) // 5)
+    n = judged.values[0].shape[1]
+    groups = [slice(0, n), slice(n, n + embed.shape[1])]
+    goals = {d: [np.concatenate([part.looked_for("values", d), embed[part.looked_for("ids", d)]], 1)
+                 for part in (fitted, judged)] for d in distances}
+    guesses: dict[tuple[str, int], np.ndarray] = {}
+    width = groups[-1].stop
+    for name in sources:  # one solution for all distances: they share their inputs
+        x, z = (part.states([hidden.index(i) for i in sources[name]]) for part in (fitted, judged))
+        everything = [slice(g.start + i * width, g.stop + i * width) for i in range(len(distances)) for g in groups]
+        probe = _Ridge(x, np.concatenate([goals[d][0] for d in distances], 1), everything, cut)
+        guesses |= {(name, d): part for d, part in zip(distances, np.split(probe(z), len(distances), 1), strict=True)}
+    for d in distances:
+        x, z = (part.looked_for("cache", d) for part in (fitted, judged))
+        guesses[CACHE, d] = _Ridge(x, goals[d][0], groups, cut)(z)
     rows = []
-    for distance in distances:
-        y = [np.concatenate([part.looked_for("values", distance), embed[part.looked_for("ids", distance)]], 1)
-             for part in (fitted, judged)]
-        inputs = {name: [part.states([hidden.index(i) for i in layers]) for part in (fitted, judged)]
-                  for name, layers in sources.items()}
-        inputs[CACHE] = [part.looked_for("cache", distance) for part in (fitted, judged)]
-        for name, (x, z) in inputs.items():
-            guess = _Ridge(x, y[0], ridge)(z)
-            n = judged.values[0].shape[1]
-            rows.append(pd.DataFrame({
-                "text": judged.number(), "source": name, "distance": distance, "weight": judged.received(distance),
-                "error": ((guess - y[1])[:, :n] ** 2).sum(1),
-                "total": ((y[0][:, :n].mean(0) - y[1][:, :n]) ** 2).sum(1),
-                "right": _nearest(guess[:, n:] - y[0][:, n:].mean(0), embed[candidates] - y[0][:, n:].mean(0),
-                                  candidates) == judged.looked_for("ids", distance)}))
+    for (name, d), guess in guesses.items():
+        mean, goal = goals[d][0].mean(0), goals[d][1]
+        found = _nearest(guess[:, n:] - mean[n:], embed[candidates] - mean[n:], candidates)
+        rows.append(pd.DataFrame({
+            "text": judged.number(), "source": name, "distance": d, "weight": judged.received(d),
+            "error": ((guess - goal)[:, :n] ** 2).sum(1), "total": ((mean - goal)[:, :n] ** 2).sum(1),
+            "right": found == judged.looked_for("ids", d)}))
     return pd.concat(rows, ignore_index=True)
 
 

@@ -98,11 +98,18 @@ def _failure(page: Page, err: PapermillExecutionError, failed: Path, root: Path)
     ])
 
 
+def drop_live_views(cell: nbformat.NotebookNode) -> None:
+    """Keep what a page without a kernel can show of a widget: its text/html."""
+    for output in cell.get("outputs", []):
+        output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+
+
 def _clean(notebook: nbformat.NotebookNode) -> None:
     """Drop what is volatile or of no use on a static page (times, widget state: dead sliders)."""
     notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
     for cell in notebook.cells:
         cell.metadata.pop("papermill", None)
         cell.metadata.pop("execution", None)
+        drop_live_views(cell)
         if "injected-parameters" in cell.metadata.get("tags", []):
             cell.metadata["tags"].append("hide-input")

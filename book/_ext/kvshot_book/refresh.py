@@ -13,6 +13,7 @@ from nbclient import NotebookClient
 
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
+from kvshot_book.execute import drop_live_views
 from kvshot_book.kernel import NOTEBOOK_METADATA, kernel_config, set_kernel_environment
 from kvshot_book.plan import ROOT, load_plan
 
@@ -25,6 +26,8 @@ def refresh(path: Path) -> None:
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
+    for cell in notebook.cells:
+        drop_live_views(cell)  # their ids are random, and their state is not kept
     with atomic_file(path) as tmp:
         tmp.write_text(nbformat.writes(notebook) + "\n", encoding="utf8")
 
