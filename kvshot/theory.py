@@ -1,4 +1,4 @@
-"""Figures of the theory pages: attention that shifts, what a linear map explains, what survives in a state."""
+"""Figures of the theory pages: attention that shifts, what maps explain, what survives, what interventions change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvshot.analysis.compression import SINK, attention_maps
+from kvshot.analysis.regimes import OWN, STATES, VERIFIED, gains
+from kvshot.comparisons import label, signed
+from kvshot.evaluation.metrics import pool
+from kvshot.experiments.diagnosis import Diagnosis
 from kvshot.targets import Target
 from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH
 from kvshot.widgets import Slider, shaded_text
@@ -94,3 +98,49 @@ def attention_slider(target: Target, ids: Tensor, case: Mapping[str, float | int
         frames.append(shaded_text(tokens, row.tolist(), int(case["token"]) - start))
         captions.append(f"query at t + {k}")
     return Slider("k", captions, frames)
+
+
+def regimes_figure(diagnosed: Mapping[str, Diagnosis]) -> Figure:
+    """Acceptance as drafted and under each intervention against the draft step, a panel a drafter."""
+    fig, axes = plt.subplots(-(-len(diagnosed) // 2), 2, sharex=True, sharey=True, squeeze=False, layout="constrained",
+                             figsize=(WIDTH, 2.3 * -(-len(diagnosed) // 2)))
+    ways = (OWN, STATES, VERIFIED)
+    for ax, (name, d) in zip(axes.flat, diagnosed.items(), strict=False):
+        for way, colour, marker in zip(ways, PALETTE, MARKERS, strict=False):
+            if way in d.regimes:
+                rates = [s.alpha_marginal for s in pool([d.regimes[way]]).steps]
+                ax.plot([r.value for r in rates], color=colour, marker=marker, label=way)
+                ax.fill_between(range(len(rates)), [r.low for r in rates], [r.high for r in rates], color=colour,
+                                alpha=0.18, linewidth=0)
+        ax.set_title(label(name), fontsize=SMALL)
+        ax.set(ylim=(0, None), xticks=range(len(rates)))
+    for ax in axes.flat[len(diagnosed):]:
+        ax.set_axis_off()
+    handles = axes[0, 0].get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", frameon=False, fontsize=SMALL, ncols=len(handles[0]))
+    fig.supxlabel("draft step k", fontsize=10)
+    fig.supylabel("acceptance rate α", fontsize=10)
+    plt.close(fig)
+    return fig
+
+
+def regimes_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:
+    """First and last acceptance as drafted, and what the interventions add at the last step, with 95 % intervals."""
+    rows = {}
+    for name, d in diagnosed.items():
+        alpha, last = pool([d.regimes[OWN]], n_boot=2).alpha, d.regimes[OWN].steps - 1
+        added = gains(d.regimes, last)
+        rows[label(name)] = [f"{alpha[0]:.3f}", f"{alpha[-1]:.3f}", *(
+            signed(added[k], 3) if k in added else "no state" for k in ("drift of the state", "what lies in between"))]
+    columns = ["α0", f"α{last}", "+ the target's states", "+ what lies in between"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis(columns="drafter")
+
+
+def drift_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:
+    """Cosine and relative norm of the drafters' own states against the target's fused ones, by step."""
+    columns = {}
+    for name, d in diagnosed.items():
+        for x in d.drift or ():
+            columns.setdefault((label(name), "cosine"), {})[x.step] = f"{x.cosine:.2f}"
+            columns.setdefault((label(name), "norm"), {})[x.step] = f"{x.norm:.2f}"
+    return pd.DataFrame(columns).rename_axis(index="step")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation import PairedDifference, StepwiseHits, paired_difference, stepwise_hits
+from kvshot.evaluation.metrics import ConversationCounts
 from kvshot.targets import Features
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import choose_columns, gather_columns, unroll
@@ -57,7 +60,8 @@ def state_drift(drafter: Drafter, store: Features, n_steps: int = 7) -> pd.DataF
     return table.assign(n=sums[:, 2].long().numpy())
 
 
-def gains(hits: dict[str, StepwiseHits], step: int, *, n_boot: int = 2000) -> dict[str, PairedDifference]:
+def gains(hits: Mapping[str, StepwiseHits | ConversationCounts], step: int, *, n_boot: int = 2000
+          ) -> dict[str, PairedDifference]:
     """Acceptance at a step, what each intervention adds to the one before it, on the same columns, with intervals.
 
     Keys: "drift of the state" (where there is one) and "what lies in between" (the memory and chain of the tokens since
