@@ -25,6 +25,8 @@ from kvshot.training.trainer import TrainConfig
 CHOICES = {
     "eagle3": {
         "as chosen": {},
+        "another seed": {"seed": 1},
+        "every column": {"columns_per_sequence": None},
         "batches of 4,096 tokens": {"batch_tokens": 4096},
         "lr 2e-3": {"lr": 2e-3},
         "start from the target": {"init": "target"},
@@ -32,6 +34,8 @@ CHOICES = {
     },
     "kv-only-2": {
         "as chosen": {},
+        "another seed": {"seed": 1},
+        "every column": {"columns_per_sequence": None},
         "lr 2e-3": {"lr": 2e-3},
         "lr 5e-4": {"lr": 5e-4},
         "start from the target": {"init": "target"},
