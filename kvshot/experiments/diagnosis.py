@@ -99,10 +99,13 @@ class Diagnosis(Stored):
             raise KvshotError(f"{path} is no diagnosis ({first}): make it again with `kvshot diagnose`") from err
 
 
-def diagnoses(results: str | os.PathLike, profile_name: str, *, seed: int = 0) -> dict[str, Diagnosis]:
-    """The published ones of a profile, by experiment."""
-    found = sorted((Path(results) / profile_name / "diagnosis").glob(f"*-seed{seed}.json"))
-    return {d.experiment: d for d in map(Diagnosis.load, found)}
+def diagnoses(results: str | os.PathLike, profile_name: str) -> dict[str, Diagnosis]:
+    """The published ones of a profile, by experiment; of several seeds the first."""
+    found: dict[str, Diagnosis] = {}
+    for path in sorted((Path(results) / profile_name / "diagnosis").glob("*-seed*.json")):
+        d = Diagnosis.load(path)
+        found.setdefault(d.experiment, d)
+    return found
 
 
 def _learned(bench: Bench, drafter: Drafter, n_steps: int, steps: int, batch_tokens: int
