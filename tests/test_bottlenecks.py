@@ -21,7 +21,7 @@ def probes():
     steps = np.arange(1, 101)
     rows = []
     for s in steps:
-        row = {"gate.0": 0.5 / s, "gate.1": 0.3 / s, "norm.merge": 1.0}
+        row = {"step": s, "gate.0": 0.5 / s, "gate.1": 0.3 / s, "norm.merge": 1.0}
         for branch in ("self_attn", "cross_attn"):
             for p in "qkv":
                 row[f"norm.{branch}.{p}"] = 2.0 if branch == "self_attn" else 1.0
@@ -30,7 +30,7 @@ def probes():
         if s % 50 == 0:
             row |= {f"gate.bin.{i}": float(i == 0) * 60 + float(i == 10) * 20 for i in range(20)}
         rows.append(row)
-    return pd.DataFrame(rows, index=pd.RangeIndex(1, 101, name="step"))
+    return pd.DataFrame(rows).set_index("step")
 
 
 def test_the_mean_gate_is_figure_4s(probes):
@@ -59,7 +59,7 @@ def test_tables_and_figures(probes):
 
 
 def test_probes_are_found_by_experiment(tmp_path, probes):
-    save_probes(tmp_path / "laptop/probes/mtp-seed1.csv.xz", probes.to_dict("records"))
+    save_probes(tmp_path / "laptop/probes/mtp-seed1.csv.xz", probes.reset_index().to_dict("records"))
     found = bottlenecks.probes_of(["eagle3", "mtp"], tmp_path, "laptop")
     assert list(found) == ["mtp"] and len(found["mtp"]) == 100
     with pytest.raises(KvshotError, match="kvshot reproduce"):

@@ -107,7 +107,8 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
         cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
         evaluation=measured, code=describe_code(), machine=describe_machine(bench.target.device))
     if PartialState().is_main_process:
-        save_probes(folder / PROBES, done.probes)
+        if done.probes:
+            save_probes(folder / PROBES, done.probes)
         result.save(record)
     return result
 

@@ -39,25 +39,26 @@ class Probes:
     """Watches a drafter train and changes nothing. One row an optimizer step.
 
     Every step: `gate.<k>`, the mean gate of draft step k over columns and dimensions (hybrids); `norm.<branch>.<p>`,
-    the norm of the loss's gradient, before clipping, of the projection p (q, k, v; over all layers) of a branch
+    the norm of the gradient of the projection p (q, k, v; over all layers) of a branch
     ("self_attn", "cross_attn"); `norm.merge` and `norm.injections` where there are such parts.
-    In a close step: `rank.<branch>.<p>`, the effective rank of that gradient (mean over layers); `rows.<branch>.<p>`,
+    In a close step, means over layers: `rank.<branch>.<p>`, the effective rank of that gradient; `rows.<branch>.<p>`,
     how many rows (a column's step, or an entry of the prefix memory) contribute to it, and `shared.<branch>.<p>`, how
-    many do so in effect (`participation`), both over all layers; `gate.bin.<i>`, how many dimensions have a mean gate
-    in [i / 20, (i + 1) / 20). All on this process's batch.
+    many do so in effect (`participation`); and `gate.bin.<i>`, how many dimensions have a mean gate in
+    [i / 20, (i + 1) / 20). All on this process's batch, of the columns that were drawn, and as the optimizer gets it
+    but for the clipping: with the factor `kv_gradient` where there is one.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.watched, self.close = drafter, False, False
         self.gates: list[Tensor] = []
-        self.row_norms: dict[str, list[Tensor]] = defaultdict(list)
+        self.row_norms: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self.projections: dict[str, list[nn.Linear]] = defaultdict(list)
-        for layer in drafter.layers:
+        for index, layer in enumerate(drafter.layers):
             for branch in layer.branches:
                 for short, name in PROJECTIONS.items():
                     projection = layer.get_submodule(f"{branch}.{name}")
                     self.projections[f"{branch}.{short}"].append(projection)
-                    projection.register_forward_hook(self._rows(f"{branch}.{short}"))
+                    projection.register_forward_hook(self._rows((f"{branch}.{short}", index)))
         if drafter.config.memory == "both":
             drafter.layers[-1].merge.gate_proj.register_forward_hook(self._gate)
 
@@ -65,7 +66,7 @@ class Probes:
         if self.watched:
             self.gates.append(output.detach().float().sigmoid().flatten(0, -2).mean(0))  # of one draft step, [d]
 
-    def _rows(self, name: str):
+    def _rows(self, name: tuple[str, int]):
         def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
             if self.watched and self.close and output.requires_grad:
                 output.register_hook(lambda g: self.row_norms[name].append(g.float().norm(dim=-1).flatten()))
@@ -98,12 +99,12 @@ class Probes:
         out: dict[str, float] = {}
         for name, projections in self.projections.items():
             gradients = [p.weight.grad for p in projections if p.weight.grad is not None]
-            rows = self.row_norms.get(name)
-            if not gradients or not rows:  # concatenated heads have no step that uses them, say
+            rows = [torch.cat(norms) for (of, _), norms in self.row_norms.items() if of == name]
+            if not gradients or not rows:
                 continue
-            norms = torch.cat(rows)
             out[f"rank.{name}"] = sum(map(effective_rank, gradients)) / len(gradients)
-            out[f"rows.{name}"], out[f"shared.{name}"] = float((norms > 0).sum()), participation(norms)
+            out[f"rows.{name}"] = sum(float((norms > 0).sum()) for norms in rows) / len(rows)
+            out[f"shared.{name}"] = sum(map(participation, rows)) / len(rows)
         if self.gates:
             bins = torch.histc(torch.stack(self.gates).mean(0), BINS, 0, 1)
             out |= {f"gate.bin.{i}": float(n) for i, n in enumerate(bins)}
@@ -122,10 +123,9 @@ def numbers(rows: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
 
 
 def save_probes(path: str | os.PathLike, rows: list[dict[str, float]]) -> None:
-    """A table with a row for each optimizer step (from 1), as compressed CSV with four digits, whole or not at all."""
-    table = pd.DataFrame(rows, index=pd.RangeIndex(1, len(rows) + 1, name="step"))
+    """A table with a row for each optimizer step (`step`), as compressed CSV with four digits, whole or not at all."""
     with atomic_file(path) as tmp:
-        table.to_csv(tmp, float_format="%.4g", compression="xz")
+        pd.DataFrame(rows).astype({"step": int}).set_index("step").to_csv(tmp, float_format="%.4g", compression="xz")
 
 
 def load_probes(path: str | os.PathLike) -> pd.DataFrame:

@@ -182,7 +182,7 @@ class Trainer:
             with self._autocast():
                 loss = self.loss(batch, columns)
             self.accelerator.backward(loss)
-        self.seen.append(self.probes.row())
+        self.seen.append({"step": state.step + 1, **self.probes.row()})
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -242,6 +242,7 @@ class Trainer:
                 "drafter": self.drafter.config.model_dump(mode="json"), "vocab": self.vocab.sha256}
 
     def _resume(self) -> None:
+        self.seen.clear()
         path = self.folder / "last.pt"
         if not path.exists():
             return

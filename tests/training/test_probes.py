@@ -63,6 +63,8 @@ def test_norms_and_ranks_are_those_of_the_gradients(small, memory, depth):
 def test_who_contributes(small):
     """Draft-side entries are the only ones of a KV-only drafter; its own memory gives a drafter all positions."""
     row, _, batch, columns, loss = probed(small, config(small, "target"))
+    deep = probed(small, config(small, "target", depth=2))[0]
+    assert deep["rows.self_attn.v"] == row["rows.self_attn.v"]  # of a layer, not of all
     kept = torch.stack([columns.valid[..., k] & loss.in_vocab[gather_columns(batch.argmax, columns.at + 1 + k)]
                         for k in range(3)], -1)
     last = (kept * torch.arange(1, 4)).amax(-1)  # steps up to the last one that is judged
@@ -97,7 +99,7 @@ def test_training_with_probes_is_training_without(small, tmp_path, monkeypatch):
         run = Trainer(small.target, drafter, small.vocab, features, CONFIG, tmp_path / str(n), evaluate)
         done = run.run(quiet=True)
         weights.append(drafter.state_dict())
-        assert len(done.probes) == 8 and (len(done.probes[0]) == 0) == bool(n)
+        assert len(done.probes) == 8 and (list(done.probes[0]) == ["step"]) == bool(n)
         if not n:
             close = [i for i, row in enumerate(done.probes) if "rank.cross_attn.k" in row]
             assert close == [3, 7]
@@ -112,12 +114,29 @@ def test_a_resumed_run_has_the_rows_of_a_whole_one(small, tmp_path):
     whole = trainer("whole").run(quiet=True)
     trainer("halves").run(until=4, quiet=True)
     assert trainer("halves").run(quiet=True).probes == whole.probes
+    assert [row["step"] for row in whole.probes] == list(range(1, 9))
+
+
+def test_a_run_that_was_interrupted_and_called_again_has_each_step_once(small, tmp_path):
+    drafter = new_drafter(small.target, small.config, small.vocab, seed=0)
+    run = Trainer(small.target, drafter, small.vocab, small.store, CONFIG, tmp_path, evaluate)
+    real, calls = run._step, iter(range(100))
+
+    def step(batches):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return real(batches)
+
+    run._step = step
+    with pytest.raises(KeyboardInterrupt):
+        run.run(quiet=True)
+    assert [row["step"] for row in run.run(quiet=True).probes] == list(range(1, 9))
 
 
 def test_a_table_comes_back(tmp_path):
-    save_probes(tmp_path / "p.csv.xz", [{"a": 0.123456}, {"a": 2.0, "b": 1e-7}])
+    save_probes(tmp_path / "p.csv.xz", [{"step": 1, "a": 0.123456}, {"step": 20001.0, "a": 2.0, "b": 1e-7}])
     table = load_probes(tmp_path / "p.csv.xz")
-    assert list(table.index) == [1, 2] and table["a"].tolist() == [0.1235, 2.0]
+    assert list(table.index) == [1, 20001] and table["a"].tolist() == [0.1235, 2.0]
     assert table["b"].isna().tolist() == [True, False]
     with pytest.raises(KvshotError, match="no probes"):
         load_probes(tmp_path / "q.csv.xz")
