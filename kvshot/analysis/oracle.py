@@ -29,19 +29,21 @@ class WithStates(DrafterConfig):
 
 
 class OracleQueries(Drafter):
-    """A trained drafter of which only the queries learn on, from more than a drafter can have.
+    """A trained drafter of which only the queries learn on, from more than they have.
 
-    Every query gets a linear map of the target's states `layers` at the position that the step drafts from (i + 1 + k),
-    which has read all tokens up to there; the map starts at zero. With `layers` empty the queries learn on from what
-    they have: the control of equal training. Keys, values and all else stay as they were.
+    Every query gets a linear map, from zero, of the target's states `layers`. future: at the position that the step
+    drafts from (i + 1 + k), which has read all tokens up to there; else at i, the last one that the target has read
+    when drafting begins. With `layers` empty the queries learn on from what they have. Keys, values and all else stay
+    as they were.
     """
 
-    def __init__(self, drafter: Drafter, layers: tuple[int, ...]) -> None:
+    def __init__(self, drafter: Drafter, layers: tuple[int, ...], *, future: bool = True) -> None:
         config = drafter.config
         super().__init__(WithStates(**config.model_dump(), also=layers), drafter.embedding, drafter.vocab_ids)
         self.load_state_dict(drafter.state_dict())
         self.requires_grad_(False)
         self.to(drafter.norm.weight.device)
+        self.future = future
         self.places = [self.config.hidden_needed.index(i) for i in layers]
         self.attentions = [layer.get_submodule(name) for layer in self.layers for name in layer.branches]
         self.maps = nn.ModuleList()
@@ -70,19 +72,20 @@ class OracleQueries(Drafter):
     def step(self, tokens: Tensor, positions: Tensor, state: Tensor | None, memory: Memory, limit: dict[str, Tensor],
              chain: Chain | None = None) -> tuple[Tensor, Chain]:
         if self.places:
-            self.here = gather_columns(self.states, positions).to(self.norm.weight.dtype)
+            at = positions if self.future else limit["target"] - 1  # a column sees the entries of 0..i
+            self.here = gather_columns(self.states, at).to(self.norm.weight.dtype)
         return super().step(tokens, positions, state, memory, limit, chain)
 
 
-def learn_queries(drafter: Drafter, target: Target, store: Features, layers: tuple[int, ...], *, steps: int = 200,
-                  batch_tokens: int = 2048, columns: int | None = 32, lr: float = 1e-3, n_steps: int = 7, seed: int = 0,
-                  bf16: bool = True, quiet: bool = False) -> OracleQueries:
-    """Train the queries of a copy of `drafter` on the TTT loss, with the target's states `layers` or, with (), without.
+def learn_queries(drafter: Drafter, target: Target, store: Features, layers: tuple[int, ...], *, future: bool = True,
+                  steps: int = 200, batch_tokens: int = 2048, columns: int | None = 32, lr: float = 1e-3,
+                  n_steps: int = 7, seed: int = 0, bf16: bool = True, quiet: bool = False) -> OracleQueries:
+    """Train the queries of a copy of `drafter` on the TTT loss: see `OracleQueries`.
 
     store: features of training text that hold those layers. AdamW, the rate falls linearly to zero. Raises KvshotError
     for a loss that is not finite.
     """
-    learner = OracleQueries(drafter, layers)
+    learner = OracleQueries(drafter, layers, future=future)
     loss_of = TTTLoss(learner, target.scorer(learner.vocab_ids, wide=False), n_steps=n_steps)
     learned = [p for p in learner.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)

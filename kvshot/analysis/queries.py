@@ -91,8 +91,11 @@ def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, 
 
     One row a text, column, step and branch ("layer 1", ...): distance, mean over the branch's heads; stale, the same
     between the target's own query at i, the last one that exists when drafting begins, and that at i + 1 + k; hit:
-    the drafter's first choice is the target's. Raises KvshotError when fewer than two texts are long enough.
+    the drafter's first choice is the target's. Raises KvshotError when fewer than two texts are long enough, and for a
+    drafter without a memory of the prefix.
     """
+    if drafter.config.memory == "none":
+        raise KvshotError("the drafter has no memory of the prefix: its attention cannot be compared with the target's")
     blocks = target.spaced_kv_layers(3) if blocks is None else tuple(blocks)
     c, names, chosen = drafter.config, branches(drafter), []
     for ids, mask in texts:
@@ -137,29 +140,44 @@ def _hits(drafter: Drafter, state: Tensor, label: Tensor) -> Tensor:
     return drafter.vocab_ids[drafter.logits(state)[0].argmax(-1)] == label
 
 
+ALL = "all attentions"
+
+
 def by_outcome(table: pd.DataFrame, *, n_boot: int = 1000) -> pd.DataFrame:
     """Mean distance where the draft was accepted and where it was not, for each branch, and their difference.
 
     Columns: accepted, rejected, difference (rejected - accepted) with low and high, its 95 % interval over texts. Every
-    step weighs the same in both, so that later steps, harder and farther away, do not make the difference.
+    step weighs the same in both, so that later steps, harder and farther away, do not make the difference. Where there
+    are several branches a last row is of their mean. A branch without steps that have both outcomes is left out.
     """
+    if table["branch"].nunique() > 1:
+        keys = ["text", "column", "step", "hit"]
+        table = pd.concat([table, table.groupby(keys, as_index=False)["distance"].mean().assign(branch=ALL)])
     texts = np.sort(table["text"].unique())
     weights = np.random.default_rng(0).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=n_boot)
     out = {}
     for branch, rows in table.groupby("branch", sort=False):
-        grouped = rows.groupby(["hit", "step", "text"])["distance"].agg(["sum", "count"])
-        wide = grouped.unstack("text", fill_value=0)  # [(hit, step), (sum | count, text)]
-        sums, counts = (wide[what].reindex(columns=texts, fill_value=0) for what in ("sum", "count"))
-        common = sorted(set(sums.loc[True].index) & set(sums.loc[False].index))
-
-        def means(w: np.ndarray, hit: bool, sums=sums, counts=counts, common=common) -> np.ndarray:
-            top, bottom = (x.loc[hit].loc[common].to_numpy(np.float64) @ w.T for x in (sums, counts))
-            with np.errstate(invalid="ignore"):
-                return np.nanmean(top / bottom, axis=0)
-
-        ones = np.ones((1, len(texts)))
-        accepted, rejected = (float(means(ones, hit)[0]) for hit in (True, False))
-        low, high = np.nanquantile(means(weights, False) - means(weights, True), [0.025, 0.975])
-        out[branch] = [accepted, rejected, rejected - accepted, low, high]
+        means = [_by_step(rows[rows["hit"] == hit], texts, np.vstack([np.ones(len(texts)), weights]))
+                 for hit in (True, False)]
+        steps = sorted(set(means[0]) & set(means[1]))
+        if not steps:
+            continue
+        with np.errstate(invalid="ignore"):  # a step without one of the outcomes in a resample is left out of both
+            accepted, rejected = (np.stack([m[k] for k in steps]) for m in means)
+            gaps = np.nanmean(rejected - accepted, axis=0)
+        low, high = np.nanquantile(gaps[1:], [0.025, 0.975])
+        out[branch] = [accepted[:, 0].mean(), rejected[:, 0].mean(), gaps[0], low, high]
     columns = ["accepted", "rejected", "difference", "low", "high"]
     return pd.DataFrame.from_dict(out, orient="index", columns=columns).rename_axis("branch")
+
+
+def _by_step(rows: pd.DataFrame, texts: np.ndarray, weights: np.ndarray) -> dict[int, np.ndarray]:
+    """Mean distance of each step under every row of weights [R, texts] -> step: [R]."""
+    grouped = rows.groupby(["step", "text"])["distance"].agg(["sum", "count"])
+    out = {}
+    for step, several in grouped.groupby(level="step"):
+        of = several.droplevel("step").reindex(texts, fill_value=0).to_numpy(np.float64)
+        total = weights @ of
+        with np.errstate(invalid="ignore", divide="ignore"):
+            out[step] = total[:, 0] / total[:, 1]
+    return out

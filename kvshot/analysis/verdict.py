@@ -36,6 +36,13 @@ def below(claim: str, statistic: str, estimate: Estimate, bound: float) -> Verdi
     return Verdict(claim, statistic, estimate, answer)
 
 
+def positive(low: float | None, high: float | None) -> Answer:
+    """Of a difference that is claimed to be positive, by its interval."""
+    if low is None or high is None:
+        return "undecided at this scale"
+    return "supported" if low > 0 else "not reproduced here" if high < 0 else "undecided at this scale"
+
+
 def long_range_decay(summary: StepwiseSummary) -> Verdict:
     """The paper's Fig. 1b: a drafter that reuses hidden states accepts less at the last step than at the first."""
     last = len(summary.steps) - 1

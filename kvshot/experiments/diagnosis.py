@@ -32,7 +32,7 @@ from kvshot.experiments.record import (
     describe_machine,
 )
 
-OWN_QUERIES, ORACLE_QUERIES = "own queries", "oracle queries"
+OWN_QUERIES, LAST_STATES, ORACLE_QUERIES = "own queries", "the target's last states", "oracle queries"
 
 
 class Drift(Strict):
@@ -44,7 +44,10 @@ class Drift(Strict):
 
 
 class Looking(Strict):
-    """Mean distance of one attention from the target's at one step (`analysis.queries.query_error`), over texts."""
+    """Mean distance of one attention from the target's at one step (`analysis.queries.query_error`), over texts.
+
+    gain: how much smaller it is than `stale`; intervals over texts.
+    """
 
     branch: str
     step: NonNegativeInt
@@ -52,6 +55,9 @@ class Looking(Strict):
     low: float
     high: float
     stale: float
+    gain: float
+    gain_low: float
+    gain_high: float
 
 
 class Outcome(Strict):
@@ -68,8 +74,9 @@ class Outcome(Strict):
 class Diagnosis(Stored):
     """One trained drafter. run_created: when its record was made.
 
-    regimes: by intervention; drift: None for a drafter without states; queries: after `query_steps` steps in which only
-    the queries learned, from what they have and from the target's states as well.
+    regimes: by intervention; drift: None for a drafter without states; looking, outcomes: empty for one without a
+    memory of the prefix; queries: after `query_steps` steps in which only the queries learned, from what they have,
+    from the target's states at the last verified position as well, or from those at the future one (`OracleQueries`).
     """
 
     experiment: str
@@ -100,22 +107,27 @@ class Diagnosis(Stored):
 
 
 def diagnoses(results: str | os.PathLike, profile_name: str) -> dict[str, Diagnosis]:
-    """The published ones of a profile, by experiment; of several seeds the first."""
+    """The published ones of a profile, by experiment; of several seeds the first.
+
+    Raises KvshotError for one of another run than the record beside it.
+    """
     found: dict[str, Diagnosis] = {}
     for path in sorted((Path(results) / profile_name / "diagnosis").glob("*-seed*.json")):
-        d = Diagnosis.load(path)
+        d, record = Diagnosis.load(path), Path(results) / profile_name / path.name
+        if record.exists() and RunRecord.load(record).created != d.run_created:
+            raise KvshotError(f"{path} is of an earlier run than {record}: make it again with `kvshot diagnose`")
         found.setdefault(d.experiment, d)
     return found
 
 
 def _learned(bench: Bench, drafter: Drafter, n_steps: int, steps: int, batch_tokens: int
              ) -> dict[str, ConversationCounts]:
-    """Acceptance after the queries learned on, without and with the target's states."""
+    """Acceptance after the queries learned on, from three kinds of input."""
     out, layers = {}, bench.target.spaced_kv_layers(3)
     bench.also.append(WithStates(**drafter.config.model_dump(), also=layers))
-    for name, extra in ((OWN_QUERIES, ()), (ORACLE_QUERIES, layers)):
-        learner = learn_queries(drafter, bench.target, bench.store(TRAIN), extra, steps=steps, n_steps=n_steps,
-                                batch_tokens=batch_tokens, quiet=bench.quiet)
+    for name, extra, future in ((OWN_QUERIES, (), False), (LAST_STATES, layers, False), (ORACLE_QUERIES, layers, True)):
+        learner = learn_queries(drafter, bench.target, bench.store(TRAIN), extra, future=future, steps=steps,
+                                n_steps=n_steps, batch_tokens=batch_tokens, quiet=bench.quiet)
         out[name] = ConversationCounts.of(stepwise_hits(learner, bench.store("held_out"), n_steps, quiet=bench.quiet))
     return out
 
@@ -133,24 +145,27 @@ def diagnose(bench: Bench, drafter: Drafter, record: RunRecord, *, texts: int = 
     if drafter.config.reads_hidden:
         drift = [Drift(step=step, cosine=row["cosine"], norm=row["norm"])
                  for step, row in state_drift(drafter, store, n_steps).iterrows()]
-    examples = bench.examples["held_out"][:texts]
-    looked = query_error(drafter, target, [(torch.from_numpy(e.ids), torch.from_numpy(e.loss_mask)) for e in examples],
-                         n_steps, quiet=quiet)
+    looking, outcomes = [], []
+    if drafter.config.memory != "none":
+        pairs = [(torch.from_numpy(e.ids), torch.from_numpy(e.loss_mask)) for e in bench.examples["held_out"][:texts]]
+        looked = query_error(drafter, target, pairs, n_steps, quiet=quiet)
+        looking = _looking(looked)
+        outcomes = [Outcome(branch=b, **row) for b, row in by_outcome(looked).iterrows()]
     return Diagnosis(
         experiment=record.experiment, profile=record.profile, seed=record.training.seed, run_created=record.created,
         target=bench.target_info(), texts=texts, regimes={name: ConversationCounts.of(h) for name, h in hits.items()},
-        drift=drift, looking=_looking(looked),
-        outcomes=[Outcome(branch=b, **row) for b, row in by_outcome(looked).iterrows()],
-        query_steps=query_steps, query_tokens=query_steps * batch_tokens, queries=queries,
+        drift=drift, looking=looking, outcomes=outcomes, query_steps=query_steps,
+        query_tokens=query_steps * batch_tokens, queries=queries,
         code=describe_code(), machine=describe_machine(target.device), created=datetime.now(UTC))
 
 
 def _looking(table: pd.DataFrame) -> list[Looking]:
     out = []
-    for branch, rows in table.groupby("branch", sort=False):
-        intervals, stale = interval_by(rows, "distance", "step"), rows.groupby("step")["stale"].mean()
+    for branch, rows in table.assign(gain=table["stale"] - table["distance"]).groupby("branch", sort=False):
+        distance, stale, gain = (interval_by(rows, what, "step") for what in ("distance", "stale", "gain"))
         out += [Looking(branch=branch, step=step, distance=row["mean"], low=row["low"], high=row["high"],
-                        stale=stale[step]) for step, row in intervals.iterrows()]
+                        stale=stale.loc[step, "mean"], gain=gain.loc[step, "mean"], gain_low=gain.loc[step, "low"],
+                        gain_high=gain.loc[step, "high"]) for step, row in distance.iterrows()]
     return out
 
 
@@ -159,7 +174,7 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     """Diagnose a run's best drafter and publish what came out.
 
     run: a folder of `kvshot train`, or a published checkpoint with its record beside it. Raises KvshotError for
-    anything else.
+    anything else, and for a run on other data than its profile's.
     """
     run = Path(run)
     trained = (run / "best").is_dir()
@@ -167,6 +182,9 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     if record.training is None:
         raise KvshotError(f"the run in {run} trained nothing: give a run that `kvshot train` made")
     bench = Bench(profile(record.profile), device=device, experiments=[record.experiment])
+    if bench.data_info() != record.data:
+        raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
+                          "diagnose a run on the profile's data")
     drafter, _ = load_drafter(run / "best" if trained else run, bench.target)
     out = diagnose(bench, drafter, record, texts=texts, query_steps=query_steps)
     path = Path(results) / record.profile / "diagnosis" / f"{record.experiment}-seed{record.training.seed}.json"
