@@ -15,7 +15,7 @@ from kvshot.comparisons import label, signed
 from kvshot.errors import KvshotError
 from kvshot.evaluation import paired_difference
 from kvshot.evaluation.metrics import pool
-from kvshot.experiments.diagnosis import ORACLE_QUERIES, OWN_QUERIES, Diagnosis
+from kvshot.experiments.diagnosis import LAST_STATES, ORACLE_QUERIES, OWN_QUERIES, Diagnosis
 from kvshot.paper import FIG4
 from kvshot.training.probes import BINS, load_probes
 from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH, label_lines
@@ -25,17 +25,16 @@ PARTS = {"q": "W_Q", "k": "W_K", "v": "W_V"}
 
 
 def probes_of(names: Sequence[str], results: str | os.PathLike, profile: str) -> dict[str, pd.DataFrame]:
-    """What training saw of each experiment, its first seed with probes; what has none is left out.
+    """What training saw of each experiment, its first seed with probes.
 
-    Raises KvshotError when none has any.
+    Raises KvshotError for an experiment without any.
     """
-    folder, found = Path(results) / profile / "probes", {}
-    for name in names:
-        for path in sorted(folder.glob(f"{name}-seed*.csv.xz"))[:1]:
-            found[name] = load_probes(path)
-    if not found:
-        raise KvshotError(f"no probes of {', '.join(names)} in {folder}: run `kvshot reproduce --profile {profile}`")
-    return found
+    folder = Path(results) / profile / "probes"
+    paths = {name: sorted(folder.glob(f"{name}-seed*.csv.xz")) for name in names}
+    if absent := [name for name, found in paths.items() if not found]:
+        raise KvshotError(f"no probes of {', '.join(absent)} in {folder}: train them with `kvshot train NAME --profile "
+                          f"{profile} --out RUN` and `kvshot publish RUN`")
+    return {name: load_probes(found[0]) for name, found in paths.items()}
 
 
 def mean_gate(probes: pd.DataFrame) -> pd.DataFrame:
@@ -114,6 +113,20 @@ def starvation_figure(runs: Mapping[str, pd.DataFrame]) -> Figure:
     return fig
 
 
+def path_table(runs: Mapping[str, pd.DataFrame], parts: int = 10) -> pd.DataFrame:
+    """The numbers behind `starvation_figure`: means over equal parts of the training."""
+    columns = {}
+    for name, probes in runs.items():
+        path = branch_gradients(probes)
+        part = np.arange(len(path)) * parts // len(path)
+        means = path.groupby(part)[["gate", "ratio"]].mean()
+        columns |= {(label(name), "gate"): means["gate"].map("{:.3f}".format),
+                    (label(name), "gradient ratio"): means["ratio"].map("{:.3f}".format)}
+    table = pd.DataFrame(columns)
+    table.index = [f"{100 * i // parts} to {100 * (i + 1) // parts} %" for i in table.index]
+    return table.rename_axis(index="training")
+
+
 def gradient_table(runs: Mapping[str, pd.DataFrame], branch: str = "self_attn") -> pd.DataFrame:
     """The last closer look at W_Q and the draft-side W_K, W_V: who contributes, how large, how diverse.
 
@@ -173,7 +186,7 @@ def looking_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:
     for name, d in diagnosed.items():
         for o in d.outcomes:
             several = [r for r in d.looking if r.branch == o.branch]
-            ends = [f"{r.distance:.2f} ({r.stale:.2f})" for r in (several[0], several[-1])]
+            ends = [f"{r.distance:.2f} ({r.stale:.2f})" for r in (several[0], several[-1])] if several else ["", ""]
             rows[f"{label(name)}: {o.branch}"] = [*ends, f"{o.accepted:.3f}", f"{o.rejected:.3f}",
                                                   f"{o.difference:+.3f} [{o.low:+.3f}, {o.high:+.3f}]"]
     last = max(r.step for d in diagnosed.values() for r in d.looking)
@@ -182,13 +195,16 @@ def looking_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:
 
 
 def oracle_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:
-    """Acceptance with queries that learned on from what they have, and what the target's states add to them."""
+    """MAT with queries that learned on from what they have, what the target's last states add, and what the future ones
+    add to those.
+    """
     rows = {}
     for name, d in diagnosed.items():
-        own, last = pool([d.queries[OWN_QUERIES]], n_boot=2), d.queries[OWN_QUERIES].steps - 1
-        more = [paired_difference(d.queries[ORACLE_QUERIES], d.queries[OWN_QUERIES], s)
-                for s in ("alpha_marginal_0", f"alpha_marginal_{last}", "mat")]
-        rows[label(name)] = [f"{own.alpha[0]:.3f}", f"{own.alpha[-1]:.3f}", f"{own.mat.value:.3f}",
-                             *(signed(m) for m in more)]
-    columns = ["α0", f"α{last}", "MAT", "oracle adds, α0", f"α{last}", "MAT"]
-    return pd.DataFrame([*rows.values()], list(rows), columns).rename_axis(columns="own queries")
+        own = pool([d.queries[OWN_QUERIES]], n_boot=2)
+        pairs = ((LAST_STATES, OWN_QUERIES), (ORACLE_QUERIES, LAST_STATES))
+        more = [signed(paired_difference(d.queries[a], d.queries[b], "mat")) for a, b in pairs]
+        oracle = pool([d.queries[ORACLE_QUERIES]], n_boot=2)
+        rows[label(name)] = [f"{own.alpha[0]:.2f} to {own.alpha[-1]:.2f}", f"{own.mat.value:.3f}", *more,
+                             f"{oracle.alpha[0]:.2f} to {oracle.alpha[-1]:.2f}"]
+    columns = ["α, own queries", "MAT", "+ last states, MAT", "+ oracle, MAT", "α, oracle"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis(columns="drafter")

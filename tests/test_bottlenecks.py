@@ -52,6 +52,8 @@ def test_tables_and_figures(probes):
     assert bottlenecks.gate_slider(probes).captions == ["step 50", "step 100"]
     path = bottlenecks.branch_gradients(probes)
     assert path["ratio"].tolist() == pytest.approx([0.5] * 100)
+    tenths = bottlenecks.path_table(runs)
+    assert len(tenths) == 10 and tenths.index[9] == "90 to 100 %" and tenths.iloc[0, 1] == "0.500"
     ranks = bottlenecks.gradient_table({"eagle3": probes})
     assert ranks.iloc[1].tolist() == ["2.000", "40", "9", "100"] and ranks.index[1] == ("EAGLE-3, 1 layer", "W_K")
     for figure in (bottlenecks.gate_figure(runs), bottlenecks.starvation_figure(runs), bottlenecks.rank_figure(runs)):
@@ -60,10 +62,10 @@ def test_tables_and_figures(probes):
 
 def test_probes_are_found_by_experiment(tmp_path, probes):
     save_probes(tmp_path / "laptop/probes/mtp-seed1.csv.xz", probes.reset_index().to_dict("records"))
-    found = bottlenecks.probes_of(["eagle3", "mtp"], tmp_path, "laptop")
+    found = bottlenecks.probes_of(["mtp"], tmp_path, "laptop")
     assert list(found) == ["mtp"] and len(found["mtp"]) == 100
-    with pytest.raises(KvshotError, match="kvshot reproduce"):
-        bottlenecks.probes_of(["eagle3"], tmp_path, "laptop")
+    with pytest.raises(KvshotError, match="no probes of eagle3"):
+        bottlenecks.probes_of(["eagle3", "mtp"], tmp_path, "laptop")
 
 
 def test_one_column_by_hand():

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from kvshot import bottlenecks, theory
 from kvshot.data import Conversation, Message, read_conversations, write_conversations
 from kvshot.data.corpus import Corpus
 from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import pool
 from kvshot.experiments import RunRecord
 from kvshot.experiments.diagnosis import diagnoses
 from kvshot.training.probes import load_probes
@@ -60,6 +62,12 @@ def test_train_evaluate_show(place):
     assert found.regimes["as drafted"] == record.evaluation["held_out"].counts
     assert found.run_created == RunRecord.load(place / "run" / "record.json").created
     assert [d.step for d in found.drift] == [1, 2, 3, 4, 5, 6] and len(found.looking) == 7
+    every = {"eagle3": found}
+    assert theory.regimes_table(every).shape == (1, 4) and theory.drift_table(every).shape == (6, 2)
+    assert bottlenecks.oracle_table(every).iloc[0, 0].startswith(f"{pool([found.queries['own queries']]).alpha[0]:.2f}")
+    assert bottlenecks.looking_table(every).iloc[0, 0].startswith(f"{found.looking[0].distance:.2f} (")
+    for figure in (theory.regimes_figure(every), bottlenecks.looking_figure(every)):
+        assert figure.axes[0].lines
     kvshot(place, "diagnose", "results/smoke/eagle3-seed0", *few)  # a published checkpoint, in bfloat16
     assert "no such" in kvshot(place, "diagnose", "nowhere", ok=False).lower()
     assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40

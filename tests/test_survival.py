@@ -10,7 +10,7 @@ import torch
 from kvshot.analysis.compression import attention_maps
 from kvshot.analysis.survival import CACHE, recovered, survival
 from kvshot.errors import KvshotError
-from kvshot.targets import load_target
+from kvshot.targets import capture, load_target
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,23 @@ def test_weights_are_those_that_the_token_received(target, texts, table):
     rows = table[(table.text == 1) & (table.source == "state") & (table.distance == 2)]
     wanted = [float(weights[:, t, t - 2].mean()) for t in range(9, 48)]
     assert rows.weight.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_totals_are_around_the_mean_of_tokens_with_like_attention(target, texts):
+    kept = survival(target, texts[:20], texts[20:], {"state": (2,)}, block=1, distances=(2,), edges=(0.03,), quiet=True)
+    one = kept[kept.source == "state"]
+    assert set(one.group) == {0, 1} and ((one.weight >= 0.03) == (one.group == 1)).all()
+    known, weights = [], []
+    for ids in texts[:20]:
+        values = capture(target, ids[None], hidden_layers=(), kv_layers=(1,)).values[0, 0].transpose(0, 1).flatten(1)
+        (_, w), = attention_maps(target, ids, (1,))
+        known += [values[t - 2].double() for t in range(3, 48)]
+        weights += [float(w[:, t, t - 2].mean()) for t in range(3, 48)]
+    heavy = torch.stack([v for v, w in zip(known, weights, strict=True) if w >= 0.03]).mean(0)
+    values = capture(target, texts[20][None], hidden_layers=(), kv_layers=(1,)).values[0, 0].transpose(0, 1).flatten(1)
+    first = one[one.text == 0].reset_index(drop=True)
+    row = first[first.group == 1].index[0]
+    assert first.total[row] == pytest.approx(float(((values[row + 1].double() - heavy) ** 2).sum()), rel=1e-5)
 
 
 def test_rates_are_plain_sums():

@@ -17,7 +17,7 @@ from kvshot.targets import Target, capture
 CACHE = "the cache"  # the ceiling: keys and values of the token itself
 
 
-STRENGTHS = 1e-2, 1e-1, 1.0, 10.0  # of the penalty, in units of unit variance, times the number of rows
+STRENGTHS = 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0  # of the penalty, in units of unit variance, times the number of rows
 
 
 class _Ridge:
@@ -90,7 +90,8 @@ class _Texts:
 
 
 def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
-             block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64), quiet: bool = False) -> pd.DataFrame:
+             block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64),
+             edges: Sequence[float] = (0.01, 0.05), quiet: bool = False) -> pd.DataFrame:
     """Read a token's value vector and its identity from the state `distance` positions later, by linear probes.
 
     train, test: texts ids [T]; the probes are fitted on `train` and everything below is of `test`. sources: name ->
@@ -99,9 +100,11 @@ def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], so
     decides its penalty.
 
     One row a position: text, source, distance; weight: what the block's query at t gave the token (mean over heads);
-    error, total: squared error of the value's probe, and around the mean of `train` (R² = 1 - sum / sum); right:
-    whether the token embedding nearest (cosine) to the other probe's, of all tokens in `test`, is the token's. The
-    source "the cache" reads the token's own keys and values in three spaced blocks: the ceiling.
+    group: how many of `edges` that exceeds; error, total: squared error of the value's probe, and around the mean of
+    the tokens of this group in `train` (R² = 1 - sum / sum: tokens that draw attention are of another kind, and knowing
+    the kind is no recovery); right: whether the token embedding nearest (cosine) to the other probe's, of all tokens in
+    `test`, is the token's. The source "the cache" reads the token's own keys and values in three spaced blocks: the
+    ceiling.
     Raises KvshotError when no text is long enough.
     """
     kv = target.spaced_kv_layers(3)
@@ -132,11 +135,16 @@ def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], so
         guesses[CACHE, d] = _Ridge(x, goals[d][0], groups, cut)(z)
     rows = []
     for (name, d), guess in guesses.items():
-        mean, goal = goals[d][0].mean(0), goals[d][1]
+        known, goal = goals[d]
+        mean = known.mean(0)
+        groups_of = [np.digitize(part.received(d), edges) for part in (fitted, judged)]
+        means = np.stack([known[groups_of[0] == g].mean(0) if (groups_of[0] == g).any() else mean
+                          for g in range(len(edges) + 1)])[groups_of[1]]
         found = _nearest(guess[:, n:] - mean[n:], embed[candidates] - mean[n:], candidates)
         rows.append(pd.DataFrame({
             "text": judged.number(), "source": name, "distance": d, "weight": judged.received(d),
-            "error": ((guess - goal)[:, :n] ** 2).sum(1), "total": ((mean - goal)[:, :n] ** 2).sum(1),
+            "group": groups_of[1],
+            "error": ((guess - goal)[:, :n] ** 2).sum(1), "total": ((means - goal)[:, :n] ** 2).sum(1),
             "right": found == judged.looked_for("ids", d)}))
     return pd.concat(rows, ignore_index=True)
 
@@ -149,7 +157,7 @@ def _nearest(guess: np.ndarray, vectors: np.ndarray, names: np.ndarray) -> np.nd
 def recovered(table: pd.DataFrame, by: Sequence[str], *, n_boot: int = 1000) -> pd.DataFrame:
     """R² of the values and share of tokens identified for each group, with 95 % intervals over texts.
 
-    Columns: r2, r2_low, r2_high, right, right_low, right_high, n (positions).
+    Columns: r2, r2_low, r2_high, right, right_low, right_high, n (positions), texts (with such positions).
     """
     texts = np.sort(table["text"].unique())
     weights = np.random.default_rng(0).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=n_boot)
@@ -162,8 +170,9 @@ def recovered(table: pd.DataFrame, by: Sequence[str], *, n_boot: int = 1000) -> 
             drawn = [1 - draws[:, 0] / draws[:, 1], draws[:, 2] / draws[:, 3]]
         error, total, right, n = sums.sum(0)
         intervals = [np.nanquantile(d, [0.025, 0.975]) for d in drawn]
-        out[key] = [1 - error / total, *intervals[0], right / n, *intervals[1], int(n)]
-    columns = ["r2", "r2_low", "r2_high", "right", "right_low", "right_high", "n"]
+        out[key] = [1 - error / total, *intervals[0], right / n, *intervals[1], int(n),
+                    rows["text"].nunique()]
+    columns = ["r2", "r2_low", "r2_high", "right", "right_low", "right_high", "n", "texts"]
     frame = pd.DataFrame.from_dict(out, orient="index", columns=columns)
     frame.index = pd.MultiIndex.from_tuples(frame.index, names=list(by))
-    return frame.astype({"n": int})
+    return frame.astype({"n": int, "texts": int})
