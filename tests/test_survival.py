@@ -40,7 +40,7 @@ def test_each_source_knows_what_it_holds(table):
 
 
 def test_weights_are_those_that_the_token_received(target, texts, table):
-    (_, weights), = attention_maps(target, texts[21], (1,))
+    weights = torch.stack([w for _, w in attention_maps(target, texts[21], (0, 1))]).flatten(0, 1)  # below state 2
     rows = table[(table.text == 1) & (table.source == "state") & (table.distance == 2)]
     wanted = [float(weights[:, t, t - 2].mean()) for t in range(9, 48)]
     assert rows.weight.tolist() == pytest.approx(wanted, abs=1e-6)
@@ -53,7 +53,7 @@ def test_totals_are_around_the_mean_of_tokens_with_like_attention(target, texts)
     known, weights = [], []
     for ids in texts[:20]:
         values = capture(target, ids[None], hidden_layers=(), kv_layers=(1,)).values[0, 0].transpose(0, 1).flatten(1)
-        (_, w), = attention_maps(target, ids, (1,))
+        w = torch.stack([w for _, w in attention_maps(target, ids, (0, 1))]).flatten(0, 1)
         known += [values[t - 2].double() for t in range(3, 48)]
         weights += [float(w[:, t, t - 2].mean()) for t in range(3, 48)]
     heavy = torch.stack([v for v, w in zip(known, weights, strict=True) if w >= 0.03]).mean(0)

@@ -59,15 +59,18 @@ class _Texts:
 
     def __init__(self, target: Target, texts: Sequence[Tensor], hidden: tuple[int, ...], kv: tuple[int, ...],
                  block: int, first: int, advance) -> None:
+        below = tuple(j for j in target.kv_layers if j < max(hidden))  # the blocks whose attention made the states
+        layers = tuple(sorted({*kv, *below}))
+        cache = [layers.index(j) for j in kv]
         parts: dict[str, list] = {"hidden": [], "cache": [], "values": [], "weights": [], "ids": []}
         for ids in texts:
-            context = capture(target, ids[None], hidden_layers=hidden, kv_layers=kv, queries=True)
-            at = kv.index(block)
-            pairs = torch.stack([context.keys_unrotated()[0], context.values[0]], 1)  # [L, 2, H, T, D]
+            context = capture(target, ids[None], hidden_layers=hidden, kv_layers=layers, queries=True)
+            pairs = torch.stack([context.keys_unrotated()[0, cache], context.values[0, cache]], 1)  # [L, 2, H, T, D]
             parts["hidden"].append(context.hidden[0].transpose(0, 1))  # [T, n, d]
             parts["cache"].append(pairs.permute(3, 0, 1, 2, 4).flatten(1))
-            parts["values"].append(context.values[0, at].transpose(0, 1).flatten(1))
-            parts["weights"].append(attention_weights(context, at).mean(0))
+            parts["values"].append(context.values[0, layers.index(block)].transpose(0, 1).flatten(1))
+            each = (attention_weights(context, layers.index(j)).mean(0) for j in below)
+            parts["weights"].append(sum(each) / len(below))
             parts["ids"].append(ids)
             advance()
         for name, several in parts.items():
@@ -82,7 +85,7 @@ class _Texts:
         return np.concatenate([x[self.first - distance : len(x) - distance] for x in getattr(self, what)])
 
     def received(self, distance: int) -> np.ndarray:
-        """Weight, mean over heads, that the query at t gave to t - distance."""
+        """Weight, mean over heads and blocks below the states, that the query at t gave to t - distance."""
         return np.concatenate([np.diagonal(w, -distance)[self.first - distance :] for w in self.weights])
 
     def number(self) -> np.ndarray:
@@ -91,20 +94,20 @@ class _Texts:
 
 def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,
              block: int | None = None, distances: Sequence[int] = (1, 4, 16, 64),
-             edges: Sequence[float] = (0.01, 0.05), quiet: bool = False) -> pd.DataFrame:
+             edges: Sequence[float] = (0.005, 0.02), quiet: bool = False) -> pd.DataFrame:
     """Read a token's value vector and its identity from the state `distance` positions later, by linear probes.
 
     train, test: texts ids [T]; the probes are fitted on `train` and everything below is of `test`. sources: name ->
-    hidden layers of the state at t. block: whose values and attention (default: the middle one of three spaced blocks).
+    hidden layers of the state at t. block: whose values (default: the middle one of three spaced blocks).
     A probe for each source and distance, all on the positions t >= the largest distance + 1; the last fifth of `train`
     decides its penalty.
 
-    One row a position: text, source, distance; weight: what the block's query at t gave the token (mean over heads);
-    group: how many of `edges` that exceeds; error, total: squared error of the value's probe, and around the mean of
-    the tokens of this group in `train` (R² = 1 - sum / sum: tokens that draw attention are of another kind, and knowing
-    the kind is no recovery); right: whether the token embedding nearest (cosine) to the other probe's, of all tokens in
-    `test`, is the token's. The source "the cache" reads the token's own keys and values in three spaced blocks: the
-    ceiling.
+    One row a position: text, source, distance; weight: what the queries at t gave the token (mean over the heads of
+    all blocks that the states have passed); group: how many of `edges` that exceeds; error, total: squared error of the
+    value's probe, and around the mean of the tokens of this group in `train` (R² = 1 - sum / sum: tokens that draw
+    attention are of another kind, and knowing the kind is no recovery); right: whether the token embedding nearest
+    (cosine) to the other probe's, of all tokens in `test`, is the token's. The source "the cache" reads the token's own
+    keys and values in three spaced blocks: the ceiling.
     Raises KvshotError when no text is long enough.
     """
     kv = target.spaced_kv_layers(3)
