@@ -58,7 +58,7 @@ def shaded_text(tokens: Sequence[str], weights: Sequence[float], marked: int | N
     """Tokens with a background as dark as their weight (0..1, in twentieths), one of them in a frame."""
     out = []
     for i, (token, weight) in enumerate(zip(tokens, weights, strict=True)):
-        shade = round(20 * min(1.0, max(0.0, weight))) / 20
+        shade = round(20 * min(1.0, max(0.0, weight))) * 0.035  # the darkest still leaves black text readable
         edge = "outline:2px solid #D55E00;" if i == marked else ""
         text = html.escape(token).replace("\n", "⏎")
         out.append(f'<span style="background:rgba(0,114,178,{shade:g});{edge}">{text}</span>')

@@ -31,5 +31,5 @@ def test_frames_and_captions_go_together(captions, frames, start):
 
 def test_pieces():
     text = shaded_text(["<a>", "b\n"], [0.0, 0.52], marked=1)
-    assert "&lt;a&gt;" in text and "0.5)" in text and text.count("outline") == 1 and "⏎" in text
+    assert "&lt;a&gt;" in text and "0.35)" in text and text.count("outline") == 1 and "⏎" in text
     assert re.findall(r"height:(\d+)px\"></span>", bars([1, 2, 0], ("0", "1"), 100)) == ["50", "100", "0"]
