@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from kvshot.comparisons import label, signed
 from kvshot.errors import KvshotError
@@ -108,6 +109,10 @@ def starvation_figure(runs: Mapping[str, pd.DataFrame]) -> Figure:
         ax.plot(path["gate"].iloc[-1], path["ratio"].iloc[-1], color=colour, marker=marker, markersize=8,
                 label=f"{label(name)} (mark: end)", linestyle="")
     ax.set(xlabel="mean gate", ylabel="gradient norm, cross / self", xscale="log", yscale="log")
+    for axis, ticks in ((ax.xaxis, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)), (ax.yaxis, (0.001, 0.01, 0.1, 1))):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     ax.legend(frameon=False, fontsize=SMALL)
     plt.close(fig)
     return fig

@@ -74,6 +74,7 @@ def _claims() -> list[Claim]:
             Claim(one, "a drafter without target information keeps more of α0 than EAGLE-3", "no-target-info",
                   "eagle3", "retention")]
     out += [Claim(two, f"draft layer {d} adds to MAT", f"kv-only-{d}", f"kv-only-{d - 1}", "mat") for d in (2, 3, 4)]
+    out += [Claim(two, "draft layers 3 and 4 together add to MAT", "kv-only-4", "kv-only-2", "mat")]
     out += [Claim(two, f"{d} layers that start as the target's blocks beat {d} that start at random",
                   f"kv-only-{d}-blocks", f"kv-only-{d}", "mat", "ours") for d in (2, 4)]
     out += [Claim(two, "the start alone: 2 target blocks beat the same drafter from a random start",
