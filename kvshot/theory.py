@@ -104,20 +104,21 @@ def regimes_figure(diagnosed: Mapping[str, Diagnosis]) -> Figure:
     """Acceptance as drafted and under each intervention against the draft step, a panel a drafter."""
     fig, axes = plt.subplots(-(-len(diagnosed) // 2), 2, sharex=True, sharey=True, squeeze=False, layout="constrained",
                              figsize=(WIDTH, 2.3 * -(-len(diagnosed) // 2)))
-    ways = (OWN, STATES, VERIFIED)
+    top = 0.0
     for ax, (name, d) in zip(axes.flat, diagnosed.items(), strict=False):
-        for way, colour, marker in zip(ways, PALETTE, MARKERS, strict=False):
+        for way, colour, marker in zip((OWN, STATES, VERIFIED), PALETTE, MARKERS, strict=False):
             if way in d.regimes:
                 rates = [s.alpha_marginal for s in pool([d.regimes[way]]).steps]
                 ax.plot([r.value for r in rates], color=colour, marker=marker, label=way)
                 ax.fill_between(range(len(rates)), [r.low for r in rates], [r.high for r in rates], color=colour,
                                 alpha=0.18, linewidth=0)
+                top = max(top, *(r.high for r in rates))
         ax.set_title(label(name), fontsize=SMALL)
-        ax.set(ylim=(0, None), xticks=range(len(rates)))
+    axes[0, 0].set(ylim=(0, 1.05 * top), xticks=range(len(rates)))  # the panels share them
     for ax in axes.flat[len(diagnosed):]:
         ax.set_axis_off()
     handles = axes[0, 0].get_legend_handles_labels()
-    fig.legend(*handles, loc="outside lower center", frameon=False, fontsize=SMALL, ncols=len(handles[0]))
+    fig.legend(*handles, loc="outside upper center", frameon=False, fontsize=SMALL, ncols=len(handles[0]))
     fig.supxlabel("draft step k", fontsize=10)
     fig.supylabel("acceptance rate α", fontsize=10)
     plt.close(fig)
