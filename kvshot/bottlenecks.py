@@ -159,8 +159,8 @@ def rank_figure(runs: Mapping[str, pd.DataFrame], branch: str = "self_attn") -> 
             rank = probes[f"rank.{branch}.{p}"].dropna()
             ax.plot(rank.index, rank, color=colour, marker=marker, label=title)
         ax.set_title(label(name), fontsize=SMALL)
-        ax.set(xlabel="optimizer step", ylim=(0, None))
-    axes[0, 0].set(ylabel="effective rank of the gradient")
+        ax.set(xlabel="optimizer step")
+    axes[0, 0].set(ylabel="effective rank of the gradient", ylim=(0, None))  # shared, so once all is drawn
     axes[0, 0].legend(frameon=False, fontsize=SMALL)
     plt.close(fig)
     return fig
