@@ -161,7 +161,8 @@ def rank_figure(runs: Mapping[str, pd.DataFrame], branch: str = "self_attn") -> 
         ax.set_title(label(name), fontsize=SMALL)
         ax.set(xlabel="optimizer step")
     axes[0, 0].set(ylabel="effective rank of the gradient", ylim=(0, None))  # shared, so once all is drawn
-    axes[0, 0].legend(frameon=False, fontsize=SMALL)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", frameon=False, fontsize=SMALL,
+               ncols=len(PARTS))
     plt.close(fig)
     return fig
 
