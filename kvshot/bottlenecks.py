@@ -38,12 +38,22 @@ def probes_of(names: Sequence[str], results: str | os.PathLike, profile: str) ->
     return {name: load_probes(found[0]) for name, found in paths.items()}
 
 
-def mean_gate(probes: pd.DataFrame) -> pd.DataFrame:
-    """The gate, mean over draft steps: columns raw, ema (Fig. 4's coefficient), by optimizer step."""
+def _gates(probes: pd.DataFrame) -> list[str]:
+    """The columns with a draft step's mean gate, in the order of the steps."""
     columns = [c for c in probes.columns if c.startswith("gate.") and c[5:].isdigit()]
     if not columns:
         raise KvshotError("these probes saw no gate: give those of a hybrid")
-    raw = probes[columns].mean(axis=1)
+    return columns
+
+
+def _histograms(probes: pd.DataFrame) -> pd.DataFrame:
+    """Dimensions by mean gate, a row a closer look."""
+    return probes[[f"gate.bin.{i}" for i in range(BINS)]].dropna()
+
+
+def mean_gate(probes: pd.DataFrame) -> pd.DataFrame:
+    """The gate, mean over draft steps: columns raw, ema (Fig. 4's coefficient), by optimizer step."""
+    raw = probes[_gates(probes)].mean(axis=1)
     return pd.DataFrame({"raw": raw, "ema": raw.ewm(alpha=FIG4.ema_coefficient, adjust=True).mean()})
 
 
@@ -67,23 +77,23 @@ def gate_table(runs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     rows = {}
     for name, probes in runs.items():
         gate, last = mean_gate(probes)["ema"], probes.tail(50)
-        steps = sorted(int(c[5:]) for c in probes.columns if c.startswith("gate.") and c[5:].isdigit())
+        first, *_, final = _gates(probes)
         rows[label(name)] = [f"{gate.iloc[0]:.3f}", f"{gate.min():.3f} (step {gate.idxmin()})", f"{gate.iloc[-1]:.3f}",
-                             *(f"{last[f'gate.{k}'].mean():.3f}" for k in (steps[0], steps[-1]))]
-    columns = ["start", "lowest", "end", f"draft step {steps[0]}, end", f"draft step {steps[-1]}, end"]
+                             *(f"{last[c].mean():.3f}" for c in (first, final))]
+    columns = ["start", "lowest", "end", *(f"draft step {c[5:]}, end" for c in (first, final))]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis(columns="run")
 
 
 def gate_slider(probes: pd.DataFrame) -> Slider:
     """The histogram of mean gates over dimensions, at each closer look during training."""
-    close = probes[[f"gate.bin.{i}" for i in range(BINS)]].dropna()
+    close = _histograms(probes)
     return Slider("optimizer step", [f"step {step}" for step in close.index],
                   [bars(row.tolist(), ("gate 0", "gate 1")) for _, row in close.iterrows()])
 
 
 def gate_shares(probes: pd.DataFrame) -> pd.DataFrame:
     """The numbers behind `gate_slider`: share of the dimensions by gate, a row a closer look."""
-    close = probes[[f"gate.bin.{i}" for i in range(BINS)]].dropna()
+    close = _histograms(probes)
     edges, shares = (0, 1, 2, 5, 10, BINS), close.to_numpy() / close.sum(axis=1).to_numpy()[:, None]
     cells = {f"{a / BINS:g} to {b / BINS:g}": [f"{100 * x:.0f} %" for x in shares[:, a:b].sum(1)]
              for a, b in zip(edges, edges[1:], strict=False)}

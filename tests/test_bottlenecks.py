@@ -60,6 +60,14 @@ def test_tables_and_figures(probes):
         assert figure.axes[0].get_xlabel()
 
 
+def test_panels_that_share_an_axis_show_every_line_whole(probes):
+    low = probes.copy()
+    low[[c for c in low if c.startswith("rank.")]] /= 10
+    figure = bottlenecks.rank_figure({"eagle3": low, "kv-only-2": probes})
+    for ax in figure.axes:
+        assert all(ax.get_ylim()[1] >= max(line.get_ydata()) for line in ax.lines)
+
+
 def test_probes_are_found_by_experiment(tmp_path, probes):
     save_probes(tmp_path / "laptop/probes/mtp-seed1.csv.xz", probes.reset_index().to_dict("records"))
     found = bottlenecks.probes_of(["mtp"], tmp_path, "laptop")

@@ -68,6 +68,7 @@ def test_train_evaluate_show(place):
     assert bottlenecks.looking_table(every).iloc[0, 0].startswith(f"{found.looking[0].distance:.2f} (")
     for figure in (theory.regimes_figure(every), bottlenecks.looking_figure(every)):
         assert figure.axes[0].lines
+        assert all(ax.get_ylim()[1] >= max(line.get_ydata()) for ax in figure.axes for line in ax.lines)
     kvshot(place, "diagnose", "results/smoke/eagle3-seed0", *few)  # a published checkpoint, in bfloat16
     assert "no such" in kvshot(place, "diagnose", "nowhere", ok=False).lower()
     assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40

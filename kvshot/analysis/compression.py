@@ -46,9 +46,17 @@ def _pairs(weights: Tensor, k: int, first: int) -> tuple[Tensor, Tensor, Tensor]
     return weights[:, first:n, :n], weights[:, first + k :, :n], prefix[first:]
 
 
-def _shares(x: Tensor, counted: Tensor) -> Tensor:
+def shares(x: Tensor, counted: Tensor) -> Tensor:
+    """Weights x [..., T] where `counted`, scaled to sum to one."""
     x = x * counted
     return x / x.sum(-1, keepdim=True).clamp(min=1e-12)
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """Jensen-Shannon distance (0..1, base 2) over the last axis."""
+    middle = (p + q) / 2
+    js = (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).nan_to_num(0).sum(-1) / 2
+    return (js.clamp(min=0) / torch.log(torch.tensor(2.0))).sqrt()
 
 
 def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[int] = tuple(range(8)), *,
@@ -71,12 +79,9 @@ def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[i
             for layer, weights in attention_maps(target, ids, layers):
                 for k in offsets:
                     now, later, counted = _pairs(weights, k, first)
-                    p, q = _shares(now, counted), _shares(later, counted)
+                    p, q = shares(now, counted), shares(later, counted)
                     suppressed = (q * (p < THRESHOLD)).sum(-1).mean()
-                    middle = (p + q) / 2
-                    js = (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).nan_to_num(0).sum(-1) / 2
-                    distance = (js.clamp(min=0) / torch.log(torch.tensor(2.0))).sqrt().mean()
-                    rows.append([number, layer, k, float(suppressed), float(distance)])
+                    rows.append([number, layer, k, float(suppressed), float(jensen_shannon(p, q).mean())])
             advance()
     return pd.DataFrame(rows, columns=["text", "layer", "k", "suppressed", "distance"])
 

@@ -9,11 +9,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvshot.analysis.compression import SINK, attention_weights
+from kvshot.analysis.compression import SINK, attention_weights, jensen_shannon, shares
 from kvshot.drafters.attention import dense
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.injection import Given
 from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import resamples
 from kvshot.progress import progress
 from kvshot.targets import Target, capture
 from kvshot.training.masks import supervised_columns
@@ -67,15 +68,7 @@ def recorded_steps(drafter: Drafter, ids: Tensor, given: Given, columns: Tensor,
 def _shares(weights: Tensor, columns: Tensor) -> Tensor:
     """[..., N, T] -> the same on positions SINK..i of each column i, scaled to sum to one."""
     at = torch.arange(weights.shape[-1], device=weights.device)
-    counted = weights * ((at >= SINK) & (at <= columns[:, None]))
-    return counted / counted.sum(-1, keepdim=True).clamp(min=1e-12)
-
-
-def _distance(p: Tensor, q: Tensor) -> Tensor:
-    """Jensen-Shannon distance (0..1, base 2) over the last axis."""
-    middle = (p + q) / 2
-    js = (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).nan_to_num(0).sum(-1) / 2
-    return (js.clamp(min=0) / np.log(2)).sqrt()
+    return shares(weights, (at >= SINK) & (at <= columns[:, None]))
 
 
 def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, Tensor]], n_steps: int = 7, *,
@@ -122,7 +115,7 @@ def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, 
                 later, ours = _shares(true[:, columns + 1 + k], columns), [_shares(w, columns) for w in seen]
                 if number < half:
                     for b, weights in enumerate(ours):  # a head at a time: [G, N, T] fits
-                        sums[b] = sums[b] + torch.stack([_distance(head, later).mean(-1) for head in weights])
+                        sums[b] = sums[b] + torch.stack([jensen_shannon(head, later).mean(-1) for head in weights])
                     continue
                 pairs = pairs or [s.argmin(-1) for s in sums]
                 stale, hit = _shares(true[:, columns], columns), _hits(drafter, state, choices[columns + 1 + k])
@@ -130,8 +123,8 @@ def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, 
                     goal = later[nearest]
                     rows.append(pd.DataFrame({
                         "text": number, "column": columns.cpu(), "step": k, "branch": name,
-                        "distance": _distance(weights, goal).mean(0).cpu(),
-                        "stale": _distance(stale[nearest], goal).mean(0).cpu(), "hit": hit.cpu()}))
+                        "distance": jensen_shannon(weights, goal).mean(0).cpu(),
+                        "stale": jensen_shannon(stale[nearest], goal).mean(0).cpu(), "hit": hit.cpu()}))
             advance()
     return pd.concat(rows, ignore_index=True)
 
@@ -154,7 +147,7 @@ def by_outcome(table: pd.DataFrame, *, n_boot: int = 1000) -> pd.DataFrame:
         keys = ["text", "column", "step", "hit"]
         table = pd.concat([table, table.groupby(keys, as_index=False)["distance"].mean().assign(branch=ALL)])
     texts = np.sort(table["text"].unique())
-    weights = np.random.default_rng(0).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=n_boot)
+    weights = resamples(len(texts), n_boot, 0)
     out = {}
     for branch, rows in table.groupby("branch", sort=False):
         means = [_by_step(rows[rows["hit"] == hit], texts, np.vstack([np.ones(len(texts)), weights]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvshot.analysis.compression import attention_weights
 from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import resamples
 from kvshot.progress import progress
 from kvshot.targets import Target, capture
 
@@ -163,7 +164,7 @@ def recovered(table: pd.DataFrame, by: Sequence[str], *, n_boot: int = 1000) -> 
     Columns: r2, r2_low, r2_high, right, right_low, right_high, n (positions), texts (with such positions).
     """
     texts = np.sort(table["text"].unique())
-    weights = np.random.default_rng(0).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=n_boot)
+    weights = resamples(len(texts), n_boot, 0)
     out = {}
     for key, rows in table.groupby(list(by), observed=True):
         sums = rows.groupby("text")[["error", "total", "right"]].sum().assign(n=rows.groupby("text").size())

@@ -24,23 +24,18 @@ class Verdict(NamedTuple):
         return f"{self.claim}: {self.answer} ({self.statistic} = {e.value:.3f}, {interval})"
 
 
-def below(claim: str, statistic: str, estimate: Estimate, bound: float) -> Verdict:
-    """Supported when the whole interval lies below `bound`, not reproduced when it lies above."""
-    if estimate.low is None or estimate.high is None:
-        raise KvshotError(f"{claim}: the record has no interval: evaluate on at least two conversations")
-    answer: Answer = "undecided at this scale"
-    if estimate.high < bound:
-        answer = "supported"
-    elif estimate.low > bound:
-        answer = "not reproduced here"
-    return Verdict(claim, statistic, estimate, answer)
-
-
 def positive(low: float | None, high: float | None) -> Answer:
     """Of a difference that is claimed to be positive, by its interval."""
     if low is None or high is None:
         return "undecided at this scale"
     return "supported" if low > 0 else "not reproduced here" if high < 0 else "undecided at this scale"
+
+
+def below(claim: str, statistic: str, estimate: Estimate, bound: float) -> Verdict:
+    """Supported when the whole interval lies below `bound`, not reproduced when it lies above."""
+    if estimate.low is None or estimate.high is None:
+        raise KvshotError(f"{claim}: the record has no interval: evaluate on at least two conversations")
+    return Verdict(claim, statistic, estimate, positive(bound - estimate.high, bound - estimate.low))
 
 
 def long_range_decay(summary: StepwiseSummary) -> Verdict:

@@ -219,11 +219,15 @@ def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
     return out
 
 
+def resamples(n: int, n_boot: int, seed: int) -> np.ndarray:
+    """How often each of n clusters is drawn in each of n_boot resamples: float64 [n_boot, n]."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
+
+
 def resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
     """Cluster bootstrap: counts [C, K, 6] summed over n_boot draws of C conversations -> [n_boot, K, 6]."""
     n = len(counts)
-    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
-    return (weights @ counts.reshape(n, -1)).reshape(n_boot, *counts.shape[1:])
+    return (resamples(n, n_boot, seed) @ counts.reshape(n, -1)).reshape(n_boot, *counts.shape[1:])
 
 
 def _interval(samples: np.ndarray, n_conversations: int) -> tuple[float | None, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvshot.analysis.verdict import Answer, Verdict
+from kvshot.analysis.verdict import Answer, Verdict, positive
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import PairedDifference, StepwiseSummary, paired_difference, pool
 from kvshot.experiments.profiles import PROFILES
@@ -46,12 +46,8 @@ def greater(claim: str, difference: PairedDifference, names: tuple[str, str], *,
     d = difference.difference
     if d.low is None or d.high is None:
         raise KvshotError(f"{claim}: no interval: evaluate on at least two conversations")
-    answer: Answer = "undecided at this scale"
-    if d.low > by:
-        answer = "supported"
-    elif d.high < by:
-        answer = "not reproduced here"
-    return Verdict(claim, f"{difference.statistic} of {names[0]} minus {names[1]}", d, answer)
+    what = f"{difference.statistic} of {names[0]} minus {names[1]}"
+    return Verdict(claim, what, d, positive(d.low - by, d.high - by))
 
 
 def combine(answers: Sequence[Answer], rule: Literal["all", "any"] = "all") -> Answer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from pydantic import AwareDatetime, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from kvshot.analysis.compression import interval_by
 from kvshot.analysis.oracle import WithStates, learn_queries
@@ -21,16 +21,7 @@ from kvshot.evaluation.metrics import ConversationCounts
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, Bench
 from kvshot.experiments.profiles import profile
-from kvshot.experiments.record import (
-    CodeInfo,
-    MachineInfo,
-    RunRecord,
-    Stored,
-    Strict,
-    TargetInfo,
-    describe_code,
-    describe_machine,
-)
+from kvshot.experiments.record import OfRun, RunRecord, Strict, describe_code, describe_machine, trained_record
 
 OWN_QUERIES, LAST_STATES, ORACLE_QUERIES = "own queries", "the target's last states", "oracle queries"
 
@@ -71,19 +62,16 @@ class Outcome(Strict):
     high: float
 
 
-class Diagnosis(Stored):
-    """One trained drafter. run_created: when its record was made.
+class Diagnosis(OfRun):
+    """One trained drafter.
 
     regimes: by intervention; drift: None for a drafter without states; looking, outcomes: empty for one without a
     memory of the prefix; queries: after `query_steps` steps in which only the queries learned, from what they have,
     from the target's states at the last verified position as well, or from those at the future one (`OracleQueries`).
     """
 
-    experiment: str
-    profile: str
-    seed: NonNegativeInt
-    run_created: AwareDatetime
-    target: TargetInfo
+    KIND, REMEDY = "diagnosis", "make it again with `kvshot diagnose`"
+
     texts: PositiveInt
     regimes: dict[str, ConversationCounts]
     drift: list[Drift] | None
@@ -92,18 +80,6 @@ class Diagnosis(Stored):
     query_steps: PositiveInt
     query_tokens: PositiveInt
     queries: dict[str, ConversationCounts]
-    code: CodeInfo
-    machine: MachineInfo
-    created: AwareDatetime
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Diagnosis:
-        """Raises KvshotError for a file that is no such record."""
-        try:
-            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
-        except (OSError, ValueError) as err:
-            first = str(err).splitlines()[0]
-            raise KvshotError(f"{path} is no diagnosis ({first}): make it again with `kvshot diagnose`") from err
 
 
 def diagnoses(results: str | os.PathLike, profile_name: str) -> dict[str, Diagnosis]:
@@ -125,10 +101,11 @@ def _learned(bench: Bench, drafter: Drafter, n_steps: int, steps: int, batch_tok
     """Acceptance after the queries learned on, from three kinds of input."""
     out, layers = {}, bench.target.spaced_kv_layers(3)
     bench.also.append(WithStates(**drafter.config.model_dump(), also=layers))
+    text, held_out = bench.store(TRAIN), bench.store("held_out")
     for name, extra, future in ((OWN_QUERIES, (), False), (LAST_STATES, layers, False), (ORACLE_QUERIES, layers, True)):
-        learner = learn_queries(drafter, bench.target, bench.store(TRAIN), extra, future=future, steps=steps,
-                                n_steps=n_steps, batch_tokens=batch_tokens, quiet=bench.quiet)
-        out[name] = ConversationCounts.of(stepwise_hits(learner, bench.store("held_out"), n_steps, quiet=bench.quiet))
+        learner = learn_queries(drafter, bench.target, text, extra, future=future, steps=steps, n_steps=n_steps,
+                                batch_tokens=batch_tokens, quiet=bench.quiet)
+        out[name] = ConversationCounts.of(stepwise_hits(learner, held_out, n_steps, quiet=bench.quiet))
     return out
 
 
@@ -178,9 +155,7 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     """
     run = Path(run)
     trained = (run / "best").is_dir()
-    record = RunRecord.load(run / "record.json" if trained else run.with_name(run.name + ".json"))
-    if record.training is None:
-        raise KvshotError(f"the run in {run} trained nothing: give a run that `kvshot train` made")
+    record = trained_record(run / "record.json" if trained else run.with_name(run.name + ".json"))
     bench = Bench(profile(record.profile), device=device, experiments=[record.experiment])
     if bench.data_info() != record.data:
         raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import AwareDatetime, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from kvshot.data import prompt_ids
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
@@ -25,17 +25,7 @@ from kvshot.evaluation.replay import Text, replay_chains, replay_tree
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments.bench import Bench
 from kvshot.experiments.profiles import profile
-from kvshot.experiments.record import (
-    CodeInfo,
-    MachineInfo,
-    RunRecord,
-    Sha256,
-    Stored,
-    Strict,
-    TargetInfo,
-    describe_code,
-    describe_machine,
-)
+from kvshot.experiments.record import OfRun, Sha256, Strict, describe_code, describe_machine, trained_record
 from kvshot.fileio import atomic_file, cache_dir
 from kvshot.progress import progress
 from kvshot.targets import Target
@@ -67,29 +57,14 @@ class Domain(Strict):
     shapes: dict[str, Calls]
 
 
-class EndToEnd(Stored):
-    """One drafter's verify calls on the target's greedy text, by domain. run_created: when its record was made."""
+class EndToEnd(OfRun):
+    """One drafter's verify calls on the target's greedy text, by domain."""
 
-    experiment: str
-    profile: str
-    seed: NonNegativeInt
-    run_created: AwareDatetime
+    KIND, REMEDY = "end-to-end record", "measure it again"
+
     max_new_tokens: PositiveInt
-    target: TargetInfo
     computed_in: str
     domains: dict[str, Domain]
-    code: CodeInfo
-    machine: MachineInfo
-    created: AwareDatetime
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> EndToEnd:
-        """Raises KvshotError for a file that is no such record."""
-        try:
-            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
-        except (OSError, ValueError) as err:
-            first = str(err).splitlines()[0]
-            raise KvshotError(f"{path} is no end-to-end record ({first}): measure it again") from err
 
 
 def place(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0) -> Path:
@@ -168,9 +143,7 @@ def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: s
                 ) -> tuple[EndToEnd, Path]:
     """Measure a finished run's best drafter in float32, and publish what came out. Raises KvshotError for no such run.
     """
-    record = RunRecord.load(Path(run) / "record.json")
-    if record.training is None:
-        raise KvshotError(f"the run in {run} trained nothing: give a run that `kvshot train` made")
+    record = trained_record(Path(run) / "record.json")
     bench = Bench(profile(record.profile).model_copy(update={"dtype": "float32"}), device=device)
     drafter, _ = load_drafter(Path(run) / "best", bench.target)
     seed = record.training.seed

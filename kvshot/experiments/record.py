@@ -8,7 +8,7 @@ import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import transformers
@@ -167,6 +167,42 @@ class RunRecord(Stored):
                 f"{path} is no run record of schema {SCHEMA_VERSION} ({where}: {first['msg']}): "
                 "run the experiment again, or read it with the version of kvshot that wrote it"
             ) from err
+
+
+class OfRun(Stored):
+    """What was measured of a run's drafter afterwards, in a file of its own. run_created: when its record was made.
+
+    KIND, REMEDY: how an error names such a file, and what to do about a bad one.
+    """
+
+    KIND: ClassVar[str]
+    REMEDY: ClassVar[str]
+
+    experiment: str
+    profile: str
+    seed: NonNegativeInt
+    run_created: AwareDatetime
+    target: TargetInfo
+    code: CodeInfo
+    machine: MachineInfo
+    created: AwareDatetime
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Self:
+        """Raises KvshotError for a file that is no such record."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
+        except (OSError, ValueError) as err:
+            first = str(err).splitlines()[0]
+            raise KvshotError(f"{path} is no {cls.KIND} ({first}): {cls.REMEDY}") from err
+
+
+def trained_record(path: str | os.PathLike) -> RunRecord:
+    """The record of a run that trained a drafter. Raises KvshotError for any other."""
+    record = RunRecord.load(path)
+    if record.training is None:
+        raise KvshotError(f"the run of {path} trained nothing: give a run that `kvshot train` made")
+    return record
 
 
 def load_records(folder: str | os.PathLike) -> list[RunRecord]:

@@ -27,6 +27,7 @@ from kvshot.experiments.record import (
     TrainingInfo,
     describe_code,
     describe_machine,
+    trained_record,
 )
 from kvshot.experiments.registry import experiment
 from kvshot.fileio import atomic_file, cache_dir, exclusive
@@ -117,9 +118,7 @@ def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint
     """Copy a run's record to results/<profile>/<experiment>-seed<n>.json, what its probes saw to the folder `probes`
     there, and, if asked, its drafter in bfloat16.
     """
-    record = RunRecord.load(Path(folder) / "record.json")
-    if record.training is None:
-        raise KvshotError(f"the run in {folder} trained nothing: publish a run that `kvshot train` made")
+    record = trained_record(Path(folder) / "record.json")
     name = Path(results) / record.profile / f"{record.experiment}-seed{record.training.seed}"
     if checkpoint:
         target = load_target(record.target.name, device="cpu")

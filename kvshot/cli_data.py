@@ -1,0 +1,140 @@
+"""The commands of `kvshot data`: conversations written, read, looked at."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look at.")
+console = Console(markup=False, highlight=False, soft_wrap=True)  # paths and [intervals] as they are
+
+TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
+
+
+class OnBad(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
+@data.command()
+def synthesize(
+    out: Annotated[Path, typer.Argument(help="folder for the data set (parts of an unfinished run in OUT/parts)")],
+    target: TargetOption = "smollm2-135m",
+    answer_tokens: Annotated[int, typer.Option(min=1, help="stop when this many answer tokens were kept")] = 100_000,
+    temperature: Annotated[float, typer.Option(min=0, help="of the answers; 0 is greedy")] = 0.7,
+    max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
+    held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a third more choose checkpoints")] = 300,
+) -> None:
+    """Let the target write its own conversations, filter and split them."""
+    from kvshot.data.synthesize import Recipe, synthesize_corpus
+
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    corpus, report = synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out)
+    console.print(f"{report}")
+    for info in corpus.info.splits.values():
+        console.print(f"{out / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+
+
+@data.command()
+def extend(
+    corpus: Annotated[Path, typer.Argument(help="folder of a synthesised data set (its parts in CORPUS/parts)")],
+    answer_tokens: Annotated[int, typer.Option(min=1, help="answer tokens that it shall hold, all told")],
+    workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
+) -> None:
+    """Let the target write more training conversations into a data set; what is there stays as it is."""
+    from kvshot.data.synthesize import extend_corpus
+
+    extended, report = extend_corpus(corpus, answer_tokens=answer_tokens, workers=workers)
+    console.print(f"{report}")
+    for info in extended.info.splits.values():
+        console.print(f"{corpus / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+
+
+@data.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="sharegpt or ultrachat")],
+    out: Annotated[Optional[Path], typer.Option(help="folder; default: where the profile looks")] = None,  # noqa: UP045
+    limit: Annotated[Optional[int], typer.Option(min=2, help="only the first so many records")] = None,  # noqa: UP045
+    held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a tenth more for validation")] = 1000,
+) -> None:
+    """Get one of the paper's data sets from the Hugging Face hub, and split it."""
+    from kvshot.data.hub import fetch_corpus
+    from kvshot.fileio import cache_dir
+
+    out = out or cache_dir() / "data" / name
+    corpus, bad = fetch_corpus(name, out, limit=limit, held_out=held_out)
+    console.print(f"{bad} records hold no usable conversation")
+    for info in corpus.info.splits.values():
+        console.print(f"{out / info.file}: {info.conversations} conversations")
+
+
+@data.command()
+def preview(
+    file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
+    target: TargetOption = "smollm2-135m",
+    n: Annotated[int, typer.Option("-n", min=1, help="how many conversations")] = 1,
+    on_bad: OnBad = OnBad.refuse,
+) -> None:
+    """Show which tokens a drafter would be trained on."""
+    from kvshot.data import encode, read_conversations
+    from kvshot.data import preview as show_tokens
+    from kvshot.targets import load_tokenizer
+
+    report = read_conversations(file, on_bad=on_bad.value)
+    _print_bad(report.bad)
+    tokenizer = load_tokenizer(target)
+    for conversation in report.conversations[:n]:
+        console.print(show_tokens(tokenizer, encode(tokenizer, conversation)))
+
+
+@data.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
+    out: Annotated[Path, typer.Argument(help="messages JSONL to write, .xz and .gz compress")],
+    on_bad: OnBad = OnBad.refuse,
+) -> None:
+    """Read any known format, write messages JSONL."""
+    from kvshot.data import read_conversations, write_conversations
+
+    report = read_conversations(file, on_bad=on_bad.value)
+    _print_bad(report.bad)
+    write_conversations(out, report.conversations)
+    console.print(f"{out}: {len(report.conversations)} conversations")
+
+
+def _print_bad(bad: list[tuple[int, str]]) -> None:
+    for line, reason in bad:
+        print(f"skipped line {line}: {reason}", file=sys.stderr)
+
+
+@data.command()
+def answer(
+    prompts: Annotated[str, typer.Argument(help="'human-eval', or a file of conversations that end with a user turn")],
+    corpus: Annotated[Path, typer.Argument(help="data set folder that gets the answers as one more split")],
+    split: Annotated[str, typer.Option(help="name of the split; parts of an unfinished run in CORPUS/SPLIT.parts")],
+    target: TargetOption = "smollm2-135m",
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.7,
+    max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    workers: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
+) -> None:
+    """Let the target answer given prompts: another held-out domain of a data set."""
+    from kvshot.data import human_eval_prompts, read_conversations
+    from kvshot.data.corpus import Corpus
+    from kvshot.data.synthesize import Recipe, describe
+    from kvshot.data.synthesize import answer as let_answer
+
+    given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
+    Corpus.load(corpus)  # a wrong folder is better noticed before the work than after it
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    kept, report = let_answer(recipe, corpus / f"{split}.parts", given, workers=workers)
+    about = describe(recipe, report) | {"prompts": prompts}
+    Corpus.add(corpus, split, kept, about)
+    console.print(f"{report}\n{corpus}: split {split}, {len(kept)} conversations")
