@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file, require_space
+from kvshot.products import fast_products
 from kvshot.progress import progress
 from kvshot.targets.hooks import Layers, capture, resolve_layers
 from kvshot.targets.target import Target
@@ -305,12 +306,14 @@ def _capture_shard(
         start, end = end, end + int(sizes.sum())
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = shard["ids"][start:end]
-        context = capture(target, ids, mask, hidden_layers=hidden_layers, kv_layers=kv_layers)
+        with fast_products():
+            context = capture(target, ids, mask, hidden_layers=hidden_layers, kv_layers=kv_layers)
+            argmax = _choices(target, context.final[context.mask])
         mask = context.mask
         shard["hidden"][start:end] = context.hidden.transpose(1, 2)[mask]
         shard["keys"][start:end] = context.keys.permute(0, 3, 1, 2, 4)[mask]
         shard["values"][start:end] = context.values.permute(0, 3, 1, 2, 4)[mask]
         shard["final"][start:end] = context.final[mask]
-        shard["argmax"][start:end] = _choices(target, context.final[mask])
+        shard["argmax"][start:end] = argmax
         advance(end - start)
     return shard

@@ -22,6 +22,7 @@ from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
+from kvshot.products import fast_products
 from kvshot.progress import progress
 from kvshot.targets import Features, Target
 from kvshot.training.batches import load_batch, training_batches
@@ -179,9 +180,10 @@ class Trainer:
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(config, state.step)
         with self.probes.watch(close=self._checked(state.step + 1)):
-            with self._autocast():
-                loss = self.loss(batch, columns)
-            self.accelerator.backward(loss)
+            with fast_products():
+                with self._autocast():
+                    loss = self.loss(batch, columns)
+                self.accelerator.backward(loss)
         self.seen.append({"step": state.step + 1, **self.probes.row()})
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
         for optimizer in self.optimizers:

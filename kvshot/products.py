@@ -1,0 +1,46 @@
+"""bfloat16 products on CPUs that are slow at them.
+
+A CPU without units for bfloat16, or with half-rate ones, multiplies such matrices up to ten times slower than float32
+ones. The same product can be had from float32 arithmetic: bfloat16 units, too, accumulate in float32 and round once.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SMALL = 64  # rows below which turning the other factor into float32 costs more than the product
+PRODUCTS = frozenset(op.default for op in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm))
+
+
+class WideProducts(TorchDispatchMode):
+    """Within, bfloat16 products of CPU tensors, forward and backward, are computed in float32 and rounded."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in PRODUCTS and args[-1].dtype is torch.bfloat16 and args[-1].device.type == "cpu" \
+                and args[-2].shape[-2] >= SMALL:
+            return op(*(a.float() for a in args), **(kwargs or {})).to(torch.bfloat16)
+        return op(*args, **(kwargs or {}))
+
+
+def fast_products() -> AbstractContextManager:
+    """`WideProducts` where this CPU is the faster with it, else nothing."""
+    return WideProducts() if slow_bf16() else nullcontext()
+
+
+@cache
+def slow_bf16() -> bool:
+    """Whether bfloat16 products take clearly longer here than float32 ones, measured once in a process (50 ms)."""
+    a, b = torch.ones(512, 512), torch.ones(512, 512)
+    seconds = {dtype: [] for dtype in (torch.float32, torch.bfloat16)}
+    for _ in range(4):
+        for dtype, measured in seconds.items():
+            x, y = a.to(dtype), b.to(dtype)
+            start = time.perf_counter()
+            x @ y
+            measured.append(time.perf_counter() - start)
+    return min(seconds[torch.bfloat16]) > 1.4 * min(seconds[torch.float32])
