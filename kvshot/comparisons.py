@@ -20,7 +20,7 @@ from kvshot.experiments import RunRecord
 from kvshot.experiments.campaign import records_of
 from kvshot.experiments.claims import Finding
 from kvshot.experiments.compare import by_step, pooled
-from kvshot.experiments.end_to_end import CHAINS, PAPER_TREE, EndToEnd, mat_of, place
+from kvshot.experiments.end_to_end import PAPER_TREE, SHAPES, EndToEnd, mat_of, place
 from kvshot.paper import TABLE5, TABLE6
 from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines, with_interval
 
@@ -264,7 +264,7 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
     labels = []
     for (name, record), colour, marker in zip(measured.items(), PALETTE, MARKERS, strict=False):
         calls = record.domains[domain].shapes
-        lengths = CHAINS
+        lengths = [s.levels for s in SHAPES if s.top_k == 1]
         mats = [mat_of(calls[TreeShape(n).name]) for n in lengths]
         ax.plot(lengths, [m.value for m in mats], color=colour, marker=marker)
         ax.fill_between(lengths, [m.low for m in mats], [m.high for m in mats], color=colour, alpha=0.15, linewidth=0)

@@ -105,6 +105,13 @@ def _walk(tree: Tree, following: Sequence[int]) -> tuple[int, int]:
     return len(path) - 1, len(path) - 1 + (path[-1] in children)
 
 
+def replay(drafter: Drafter, text: Text, shapes: Sequence[TreeShape]) -> dict[str, DecodeReport]:
+    """The verify calls of `decode` with drafts of each of these shapes, by the shape's name."""
+    chains = [s.levels for s in shapes if s.top_k == 1]
+    unrolled = replay_chains(drafter, text, chains) if chains else {}
+    return {s.name: unrolled[s.levels] if s.top_k == 1 else replay_tree(drafter, text, s) for s in shapes}
+
+
 @torch.no_grad()
 def replay_chains(drafter: Drafter, text: Text, lengths: Sequence[int]) -> dict[int, DecodeReport]:
     """The verify calls of `decode` with chains of each of these lengths, from one unrolling over all columns.

@@ -21,7 +21,7 @@ from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import DecodeReport, plain_decode
 from kvshot.evaluation.metrics import Estimate, estimate, resample
-from kvshot.evaluation.replay import Text, replay_chains, replay_tree
+from kvshot.evaluation.replay import Text, replay
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments.bench import Bench
 from kvshot.experiments.profiles import profile
@@ -31,7 +31,7 @@ from kvshot.progress import progress
 from kvshot.targets import Target
 
 PAPER_TREE = TreeShape(8, 10, 60)
-CHAINS = tuple(range(1, 9))
+SHAPES = (PAPER_TREE, *map(TreeShape, range(1, 9)))
 
 
 class Calls(Strict):
@@ -126,9 +126,8 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
             for prompt, text in zip(asked, texts, strict=True):
                 read = Text.read(target, drafter, prompt, text, limit=max_new_tokens)
                 otherwise += read.otherwise
-                for n, report in replay_chains(drafter, read, CHAINS).items():
-                    reports.setdefault(TreeShape(n).name, []).append(report)
-                reports.setdefault(PAPER_TREE.name, []).append(replay_tree(drafter, read, PAPER_TREE))
+                for shape, report in replay(drafter, read, SHAPES).items():
+                    reports.setdefault(shape, []).append(report)
                 advance()
         digest = hashlib.sha256(json.dumps([asked, texts]).encode()).hexdigest()
         domains[name] = Domain(prompts=len(asked), tokens=sum(map(len, texts)), otherwise=otherwise,

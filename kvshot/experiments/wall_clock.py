@@ -118,27 +118,35 @@ def per_call(times: pd.DataFrame) -> pd.DataFrame:
     return out
 
 
-def draft_seconds(calls: pd.DataFrame, name: str) -> tuple[float, float]:
-    """(constant, for each level) of drafting a chain, a line through the chains of a drafter in `per_call`.
+def predicted(calls: pd.DataFrame, mats: Mapping[str, float], widths: Mapping[str, int],
+              pass_seconds: Mapping[int, float]) -> pd.Series:
+    """The cost model: how much faster than the plain loop each contestant of `per_call` should be.
 
-    Of one chain alone all is put on the levels.
+    mats: tokens a verify call, measured elsewhere; widths: tokens of a verify pass; pass_seconds: of a target pass by
+    its width (between those that were measured, on a line). Drafting and host are those of `calls`.
     """
-    chains = {int(n.rsplit(" ", 1)[1]): n for n in calls.index if n.startswith(f"{name}, chain ")}
-    if len(chains) == 1:
-        ((length, run),) = chains.items()
-        return 0.0, float(calls.loc[run, "drafter"]) / length
-    slope, constant = np.polyfit(list(chains), [calls.loc[run, "drafter"] for run in chains.values()], 1)
-    return float(constant), float(slope)
+    known = sorted(pass_seconds)
+    verify = np.interp([widths[n] for n in calls.index], known, [pass_seconds[w] for w in known])
+    kept = np.array([mats[n] for n in calls.index])
+    seconds = verify + calls.drafter + calls.host
+    return pd.Series(kept * pass_seconds[1] / seconds, index=calls.index, name="predicted")
 
 
-def predicted(mats: Mapping[int, float], pass_seconds: Mapping[int, float], drafting: tuple[float, float],
-              host_seconds: float, plain_seconds: float) -> pd.Series:
-    """The cost model: how much faster chains of each length should be than the plain loop.
-
-    mats: tokens a verify call by chain length; pass_seconds: of a target pass by its number of tokens (between those
-    that were measured, on a line); drafting: from `draft_seconds`; plain_seconds: for one token.
+def choices(said: pd.Series, ups: pd.DataFrame, drafter_of: Mapping[str, str]) -> pd.DataFrame:
+    """By drafter: the contestant that `predicted` puts first, the speed-up it was said to have and had (`speed_ups`),
+    and the one that was fastest.
     """
-    widths = sorted(pass_seconds)
-    verify = {n: float(np.interp(n + 1, widths, [pass_seconds[w] for w in widths])) for n in mats}
-    call = {n: verify[n] + drafting[0] + drafting[1] * n + host_seconds for n in mats}
-    return pd.Series({n: mats[n] * plain_seconds / call[n] for n in mats}, name="speed-up")
+    rows = {}
+    for drafter, group in said.groupby(pd.Series(drafter_of).reindex(said.index)):
+        chosen, fastest = group.idxmax(), ups.loc[group.index, "speed-up"].idxmax()
+        rows[drafter] = [chosen, group[chosen], ups.loc[chosen, "speed-up"], fastest, ups.loc[fastest, "speed-up"]]
+    return pd.DataFrame.from_dict(rows, orient="index",
+                                  columns=["chosen", "predicted", "measured", "fastest", "its speed-up"])
+
+
+def by_shape(values: pd.Series, contestants: Mapping[str, Mapping]) -> pd.DataFrame:
+    """Values of contestants (each with its "drafter" and "shape"): a row a drafter, a column a shape."""
+    known = pd.DataFrame.from_dict(contestants, orient="index").assign(value=values)
+    order = dict.fromkeys(known["shape"])
+    return known.pivot(index="drafter", columns="shape", values="value")[list(order)].rename_axis(
+        index=None, columns=None)

@@ -17,7 +17,7 @@ from kvshot.evaluation import plain_decode
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments import Bench, profile
 from kvshot.experiments.end_to_end import Calls, EndToEnd, greedy_texts, mat_difference, mat_of, measure, place
-from kvshot.experiments.wall_clock import draft_seconds, pass_costs, per_call, predicted, speed_ups, time_decoding
+from kvshot.experiments.wall_clock import by_shape, choices, pass_costs, per_call, predicted, speed_ups, time_decoding
 from kvshot.targets import load_target
 
 PROMPTS = [[1, 5, 9, 20], [1, 5, 30], [1, 5, 9, 11, 12]]
@@ -96,9 +96,16 @@ def test_speed_up_is_the_median_of_paired_ratios():
 
 
 def test_the_cost_model():
-    calls = pd.DataFrame({"drafter": [0.03, 0.07, 0.05]}, index=["x, chain 1", "x, chain 3", "y, chain 2"])
-    assert draft_seconds(calls, "x") == pytest.approx((0.01, 0.02))
-    assert draft_seconds(calls, "y") == pytest.approx((0.0, 0.025))
-    got = predicted({1: 1.5, 3: 2.0}, {1: 0.1, 2: 0.12, 6: 0.20}, (0.01, 0.02), 0.005, 0.1)
-    assert got[1] == pytest.approx(1.5 * 0.1 / (0.12 + 0.03 + 0.005))
-    assert got[3] == pytest.approx(2.0 * 0.1 / (np.interp(4, [2, 6], [0.12, 0.20]) + 0.07 + 0.005))
+    names = ["x, chain 1", "x, tree (2, 2, 4)", "y, chain 2"]
+    calls = pd.DataFrame({"drafter": [0.03, 0.07, 0.05], "host": [0.005, 0.01, 0.0]}, index=names)
+    mats, widths = dict(zip(names, (1.5, 2.0, 1.2), strict=True)), dict(zip(names, (2, 5, 3), strict=True))
+    said = predicted(calls, mats, widths, {1: 0.1, 2: 0.12, 6: 0.20})
+    assert said["x, chain 1"] == pytest.approx(1.5 * 0.1 / (0.12 + 0.03 + 0.005))
+    assert said["x, tree (2, 2, 4)"] == pytest.approx(2.0 * 0.1 / (np.interp(5, [2, 6], [0.12, 0.20]) + 0.08))
+    ups = pd.DataFrame({"speed-up": [0.7, 0.9, 0.6]}, index=names)
+    chosen = choices(said, ups, {n: n[0] for n in names})
+    assert list(chosen.index) == ["x", "y"]
+    grid = by_shape(said, {n: {"drafter": n[0], "shape": n[3:]} for n in names})
+    assert list(grid.columns) == ["chain 1", "tree (2, 2, 4)", "chain 2"] and list(grid.index) == ["x", "y"]
+    assert grid.loc["y", "chain 2"] == said.iloc[2] and np.isnan(grid.loc["y", "chain 1"])
+    assert chosen.loc["x"].tolist() == [names[0], pytest.approx(said.iloc[0]), 0.7, names[1], 0.9]
