@@ -173,19 +173,15 @@ def experiments(
 
     chosen = find(profile)
     target = shape_of(chosen.target)
-    table = Table(title=f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
-    for name, justify in {"experiment": "left", "tables": "left", "tests": "left", "parameters": "right",
-                          "MFLOP a draft step": "right", "minutes": "right", "seeds done": "left"}.items():
-        table.add_column(name, justify=justify)
+    console.print(f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
     for e in select(only or ()):
         spent = cost(e.config(target, chosen.draft_vocab_size))
         done = records_of(e.name, results / profile)
         minutes = [f"{r.training.wall_seconds / 60:.0f}" for r in done.values() if r.training]
-        table.add_row(e.name + (" *" if e.decisive else ""), " ".join(e.tables), e.about,
-                      f"{spent.parameters / 1e6:.1f} M", f"{spent.flops / 1e6:.1f}", " ".join(minutes) or "-",
-                      " ".join(map(str, sorted(done))) or "-")
-    console.print(table)
-    console.print("* decides a claim: run with several seeds. minutes: of training, a number a seed")
+        state = f"seeds {' '.join(map(str, sorted(done)))}, {' '.join(minutes)} min" if done else "to do"
+        console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): {spent.parameters / 1e6:.1f} M "
+                      f"parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state}\n    {e.about}")
+    console.print("* decides a claim: run with several seeds. min: of training, a number a seed")
 
 
 @app.command()

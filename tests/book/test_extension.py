@@ -158,6 +158,21 @@ def test_refresh_twice_leaves_no_difference(project):
         refresh.main(["two"], project)
 
 
+def test_refresh_keeps_the_figures_that_are_wanted_elsewhere(project):
+    draw = "import matplotlib.pyplot as plt\nfig, ax = plt.subplots()\nplt.close(fig)\nfig"
+    path = project / "notebooks/one.ipynb"
+    write_notebook(path, ["scale = 2", draw])
+    notebook = nbformat.read(path, 4)
+    notebook.cells[1].metadata["kvshot"] = {"figure": "curve"}
+    nbformat.write(notebook, path)
+    refresh.main(["one"], project)
+    assert (project / "book/_static/curve.png").read_bytes().startswith(b"\x89PNG")
+    notebook.cells[1].source = "1"
+    nbformat.write(notebook, path)
+    with pytest.raises(KvshotError, match="curve shows 0 images"):
+        refresh.main(["one"], project)
+
+
 @pytest.fixture
 def book(tmp_path):
     """This repository's own book settings around one small notebook and one page that pastes its number."""

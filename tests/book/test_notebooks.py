@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from kvshot_book.refresh import figures
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -49,3 +50,9 @@ def test_no_cell_that_can_fail_unseen(path):
 def test_code_fits_a_page(path):
     long = [line for c in code_cells(path) for line in c.source.splitlines() if len(line) > 75]
     assert long == []
+
+
+def test_figures_shown_elsewhere_are_those_of_the_notebooks():
+    static = Path(__file__).resolve().parents[2] / "book" / "_static"
+    kept = {name: png for path in NOTEBOOKS for name, png in figures(nbformat.read(path, 4))}
+    assert kept == {path.stem: path.read_bytes() for path in static.glob("*.png")}
