@@ -18,7 +18,7 @@ from kvshot.evaluation.metrics import pool
 from kvshot.experiments.diagnosis import Diagnosis
 from kvshot.targets import Target
 from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH
-from kvshot.widgets import Slider, shaded_text
+from kvshot.widgets import Slider, curves, shaded_text
 
 
 def shift_figure(curves: Mapping[str, pd.DataFrame]) -> Figure:
@@ -123,6 +123,19 @@ def regimes_figure(diagnosed: Mapping[str, Diagnosis]) -> Figure:
     fig.supylabel("acceptance rate α", fontsize=10)
     plt.close(fig)
     return fig
+
+
+def regimes_slider(diagnosed: Mapping[str, Diagnosis]) -> Slider:
+    """All drafters' acceptance against the draft step, a frame an intervention; a drafter that one cannot be made on
+    is left out of its frame.
+    """
+    alphas = {way: {label(name): pool([d.regimes[way]], n_boot=2).alpha
+                    for name, d in diagnosed.items() if way in d.regimes} for way in (OWN, STATES, VERIFIED)}
+    top = 1.05 * max(max(y) for lines in alphas.values() for y in lines.values())
+    every = list(alphas[OWN])  # a drafter keeps its colour
+    frames = [curves({n: lines.get(n, []) for n in every}, top, ("draft step k", "acceptance rate α"))
+              for lines in alphas.values()]
+    return Slider("states of the steps", list(alphas), frames)
 
 
 def regimes_table(diagnosed: Mapping[str, Diagnosis]) -> pd.DataFrame:

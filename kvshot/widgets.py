@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from kvshot.errors import KvshotError
+from kvshot.viz import PALETTE
+
+DASHES = ("", "7 4", "2 3", "10 3 2 3", "12 4")  # lines can be told apart in grey print
 
 _MOVE = ("const f=this.closest('figure');f.querySelectorAll('[data-frame]').forEach((m,k)=>{m.hidden=k!=this.value;"
          "if(k==this.value){f.querySelector('output').value=m.dataset.frame;"
@@ -74,3 +78,39 @@ def bars(heights: Sequence[float], labels: tuple[str, str], height: int = 120) -
     return (f'<div style="display:flex;align-items:flex-end;height:{height}px;border-bottom:1px solid #6B6B6B">{each}'
             f'</div><div style="display:flex;justify-content:space-between"><span>{left}</span><span>{right}</span>'
             "</div>")
+
+
+def curves(lines: Mapping[str, Sequence[float]], top: float, labels: tuple[str, str]) -> str:
+    """Lines over 0, 1, 2, … between 0 and `top`, as a drawing with a legend below; labels: of the two axes.
+
+    A line without values is left out, and keeps its colour for other drawings.
+    """
+    width, height, left, down = 460, 240, 50, 200
+    most = max(1, *(len(y) - 1 for y in lines.values()))
+
+    def at(k: int, y: float) -> str:
+        return f"{left + (width - left - 12) * k / most:.1f},{down - (down - 10) * y / top:.1f}"
+
+    parts = []
+    for tick in range(int(top * 10) + 1):
+        x, y = at(0, tick / 10).split(",")
+        parts.append(f'<path d="M{x} {y}H{width}" stroke="#E3E3E3"/><text x="{left - 6}" y="{float(y) + 4:.1f}" '
+                     f'text-anchor="end">{tick / 10:.1f}</text>')
+    for k in range(most + 1):
+        parts.append(f'<text x="{at(k, 0).split(",")[0]}" y="{down + 16}" text-anchor="middle">{k}</text>')
+    legend = []
+    for (name, values), colour, dash in zip(lines.items(), cycle(PALETTE), cycle(DASHES), strict=False):
+        if not values:
+            continue
+        points = " ".join(at(k, y) for k, y in enumerate(values))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.2" '
+                     f'stroke-dasharray="{dash}"/>')
+        legend.append(f'<span style="color:{colour};white-space:nowrap"><svg width="34" height="10"><path d="M0 5H34" '
+                      f'stroke="{colour}" stroke-width="2.2" stroke-dasharray="{dash}"/></svg> '
+                      f"{html.escape(name)}</span>")
+    x, y = map(html.escape, labels)
+    return (f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{y} against {x}" '
+            f'style="width:100%;max-width:{width}px;font-size:12px;fill:#444">{"".join(parts)}'
+            f'<text x="{(left + width) // 2}" y="{height - 6}" text-anchor="middle">{x}</text>'
+            f'<text transform="translate(14 {down // 2 + 5}) rotate(-90)" text-anchor="middle">{y}</text></svg>'
+            f'<div>{" &nbsp; ".join(legend)}</div>')

@@ -64,6 +64,9 @@ def test_train_evaluate_show(place):
     assert [d.step for d in found.drift] == [1, 2, 3, 4, 5, 6] and len(found.looking) == 7
     every = {"eagle3": found}
     assert theory.regimes_table(every).shape == (1, 4) and theory.drift_table(every).shape == (6, 2)
+    slider = theory.regimes_slider(every | {"mtp": found})
+    assert slider.captions == ["as drafted", "the target's states", "all verified"]
+    assert all(frame.count("<polyline") == 2 for frame in slider.frames)
     assert bottlenecks.oracle_table(every).iloc[0, 0].startswith(f"{pool([found.queries['own queries']]).alpha[0]:.2f}")
     assert bottlenecks.looking_table(every).iloc[0, 0].startswith(f"{found.looking[0].distance:.2f} (")
     for figure in (theory.regimes_figure(every), bottlenecks.looking_figure(every)):

@@ -11,6 +11,7 @@ from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Chain, Drafter, Memory
 from kvshot.drafters.injection import Given
 from kvshot.errors import KvshotError
+from kvshot.products import fast_products
 from kvshot.progress import progress
 from kvshot.targets import Features, Target
 from kvshot.training.batches import load_batch, training_batches
@@ -95,11 +96,12 @@ def learn_queries(drafter: Drafter, target: Target, store: Features, layers: tup
             batch = load_batch(store, next(batches), learner.config)
             generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
             chosen = choose_columns(batch.loss_mask, n_steps, columns, generator).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = loss_of(batch.to(device), chosen)
-            if not loss.isfinite():
-                raise KvshotError(f"the loss is {loss.item()} at step {step}: lower the learning rate (now {lr})")
-            loss.backward()
+            with fast_products():
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    loss = loss_of(batch.to(device), chosen)
+                if not loss.isfinite():
+                    raise KvshotError(f"the loss is {loss.item()} at step {step}: lower the learning rate (now {lr})")
+                loss.backward()
             nn.utils.clip_grad_norm_(learned, 1.0)
             optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
             optimizer.step()
