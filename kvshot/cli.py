@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Optional
 
 import typer
@@ -174,14 +175,17 @@ def experiments(
     chosen = find(profile)
     target = shape_of(chosen.target)
     console.print(f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
-    for e in select(only or ()):
-        spent = cost(e.config(target, chosen.draft_vocab_size))
-        done = records_of(e.name, results / profile)
+    rows = [(e, cost(e.config(target, chosen.draft_vocab_size)), records_of(e.name, results / profile))
+            for e in select(only or ())]
+    pace = [r.training.wall_seconds / 60 / spent.flops for _, spent, done in rows for r in done.values() if r.training]
+    for e, spent, done in rows:
         minutes = [f"{r.training.wall_seconds / 60:.0f}" for r in done.values() if r.training]
-        state = f"seeds {' '.join(map(str, sorted(done)))}, {' '.join(minutes)} min" if done else "to do"
+        state = f"seeds {' '.join(map(str, sorted(done)))}, {' '.join(minutes)} min" if done else "to do" + (
+            f", about {median(pace) * spent.flops:.0f} min" if pace else "")
         console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): {spent.parameters / 1e6:.1f} M "
                       f"parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state}\n    {e.about}")
-    console.print("* decides a claim: run with several seeds. min: of training, a number a seed")
+    console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the FLOPs, "
+                  "at the pace of the other rows")
 
 
 @app.command()
