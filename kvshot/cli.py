@@ -184,8 +184,8 @@ def experiments(
             f", about {median(pace) * spent.flops:.0f} min" if pace else "")
         console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): {spent.parameters / 1e6:.1f} M "
                       f"parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state}\n    {e.about}")
-    console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the FLOPs, "
-                  "at the pace of the other rows")
+    console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the "
+                  "FLOPs, at the pace of the other rows")
 
 
 @app.command()
