@@ -20,6 +20,7 @@ from kvshot.data import DraftVocab, Example
 from kvshot.data.generate import BlockGenerator, Row, Sampled
 from kvshot.drafters import eagle3
 from kvshot.drafters.init import new_drafter
+from kvshot.products import fast_products
 from kvshot.targets import FeatureStore, capture, load_target
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import TTTLoss, choose_columns
@@ -63,9 +64,10 @@ def main() -> None:
         batch = load_batch(store, range(len(examples)), drafter.config.hidden_layers)
 
     def step(per_sequence: int | None) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(batch, choose_columns(batch.loss_mask, 7, per_sequence))
-        value.backward()
+        with fast_products(target.device, torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(batch, choose_columns(batch.loss_mask, 7, per_sequence))
+            value.backward()
         drafter.zero_grad()
 
     report("TTT step, K = 7", ids.numel(), interleaved(

@@ -54,6 +54,8 @@ def main(out: str, prompts: str = "8", new_tokens: str = "48", results: str = "r
             contestants[f"{label}, {shape.name}"] = label, shape
     domain, n, limit = bench.domains[0], int(prompts), int(new_tokens)
     asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in bench.conversations[domain][: n + REPLAYED]]
+    if len(asked) <= n:
+        sys.exit(f"error: {len(asked)} held-out prompts, none left to replay: time fewer than {n}")
     calls = replayed(target, drafters, asked[n:], limit)
     costs = pass_costs(target, asked[0] * 3, WIDTHS)
     times = time_decoding(target, asked[:n], {k: (drafters[d], s) for k, (d, s) in contestants.items()},

@@ -176,14 +176,19 @@ def experiments(
     target = shape_of(chosen.target)
     console.print(f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
     rows = [(e, cost(e.config(target, chosen.draft_vocab_size)), records_of(e.name, results / profile))
-            for e in select(only or ())]
-    pace = [r.training.wall_seconds / 60 / spent.flops for _, spent, done in rows for r in done.values() if r.training]
+            for e in select()]
+    work = {e.name: spent.flops * e.train.get("n_steps", chosen.train.n_steps) for e, spent, _ in rows}
+    minutes = {e.name: [r.training.wall_seconds / 60 for r in done.values() if r.training] for e, _, done in rows}
+    pace = [m / work[name] for name, measured in minutes.items() for m in measured]
+    wanted = {e.name for e in select(only or ())}
     for e, spent, done in rows:
-        minutes = [f"{r.training.wall_seconds / 60:.0f}" for r in done.values() if r.training]
-        state = f"seeds {' '.join(map(str, sorted(done)))}, {' '.join(minutes)} min" if done else "to do" + (
-            f", about {median(pace) * spent.flops:.0f} min" if pace else "")
-        console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): {spent.parameters / 1e6:.1f} M "
-                      f"parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state}\n    {e.about}")
+        if e.name in wanted:
+            took = "".join(f" {m:.0f}" for m in minutes[e.name]) or (
+                f" about {median(pace) * work[e.name]:.0f}" if pace else " ?")
+            state = f"seeds {' '.join(map(str, sorted(done)))}" if done else "to do"
+            console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): "
+                          f"{spent.parameters / 1e6:.1f} M parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state},{took} min")
+            console.print(f"    {e.about}")
     console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the "
                   "FLOPs, at the pace of the other rows")
 

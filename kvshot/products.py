@@ -1,7 +1,7 @@
 """bfloat16 products on CPUs that are slow at them.
 
-A CPU without units for bfloat16, or with half-rate ones, multiplies such matrices up to ten times slower than float32
-ones. The same product can be had from float32 arithmetic: bfloat16 units, too, accumulate in float32 and round once.
+A CPU without units for bfloat16, or with slow ones, can take several times as long for such a product as for a float32
+one. The same product can be had from float32 arithmetic: bfloat16 units, too, accumulate in float32 and round once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ class WideProducts(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def fast_products() -> AbstractContextManager:
-    """`WideProducts` where this CPU is the faster with it, else nothing."""
-    return WideProducts() if slow_bf16() else nullcontext()
+def wide_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this kind are faster in float32 arithmetic: bfloat16 ones on a CPU that is slow at them."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and _slow_bf16()
+
+
+def fast_products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """`WideProducts` where products of this kind are faster with it, else nothing."""
+    return WideProducts() if wide_is_faster(device, dtype) else nullcontext()
 
 
 @cache
-def slow_bf16() -> bool:
+def _slow_bf16() -> bool:
     """Whether bfloat16 products take clearly longer here than float32 ones, measured once in a process (50 ms)."""
-    a, b = torch.ones(512, 512), torch.ones(512, 512)
     seconds = {dtype: [] for dtype in (torch.float32, torch.bfloat16)}
-    for _ in range(4):
-        for dtype, measured in seconds.items():
-            x, y = a.to(dtype), b.to(dtype)
-            start = time.perf_counter()
-            x @ y
-            measured.append(time.perf_counter() - start)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for _ in range(4):
+            for dtype, measured in seconds.items():
+                x = torch.ones(512, 512, dtype=dtype)
+                start = time.perf_counter()
+                x @ x
+                measured.append(time.perf_counter() - start)
     return min(seconds[torch.bfloat16]) > 1.4 * min(seconds[torch.float32])

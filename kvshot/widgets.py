@@ -86,7 +86,7 @@ def curves(lines: Mapping[str, Sequence[float]], top: float, labels: tuple[str, 
     A line without values is left out, and keeps its colour for other drawings.
     """
     width, height, left, down = 460, 240, 50, 200
-    most = max(1, *(len(y) - 1 for y in lines.values()))
+    most, top = max([2, *map(len, lines.values())]) - 1, max(top, 1e-12)
 
     def at(k: int, y: float) -> str:
         return f"{left + (width - left - 12) * k / most:.1f},{down - (down - 10) * y / top:.1f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -64,9 +65,10 @@ def test_train_evaluate_show(place):
     assert [d.step for d in found.drift] == [1, 2, 3, 4, 5, 6] and len(found.looking) == 7
     every = {"eagle3": found}
     assert theory.regimes_table(every).shape == (1, 4) and theory.drift_table(every).shape == (6, 2)
-    slider = theory.regimes_slider(every | {"mtp": found})
+    stateless = found.model_copy(update={"regimes": {k: v for k, v in found.regimes.items() if "states" not in k}})
+    slider = theory.regimes_slider(every | {"mtp": stateless})
     assert slider.captions == ["as drafted", "the target's states", "all verified"]
-    assert all(frame.count("<polyline") == 2 for frame in slider.frames)
+    assert [frame.count("<polyline") for frame in slider.frames] == [2, 1, 2]
     assert bottlenecks.oracle_table(every).iloc[0, 0].startswith(f"{pool([found.queries['own queries']]).alpha[0]:.2f}")
     assert bottlenecks.looking_table(every).iloc[0, 0].startswith(f"{found.looking[0].distance:.2f} (")
     for figure in (theory.regimes_figure(every), bottlenecks.looking_figure(every)):
@@ -75,6 +77,9 @@ def test_train_evaluate_show(place):
     kvshot(place, "diagnose", "results/smoke/eagle3-seed0", *few)  # a published checkpoint, in bfloat16
     assert "no such" in kvshot(place, "diagnose", "nowhere", ok=False).lower()
     assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40
+    listed = kvshot(place, "experiments", "--profile", "smoke", "--only", "eagle3", "--only", "kv-only-1")
+    assert re.search(r"^eagle3 .*; seeds 0, \d+ min$", listed, re.M)
+    assert re.search(r"^kv-only-1 .*; to do, about \d+ min$", listed, re.M) and "kv-only-2" not in listed
     other = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--lr", "0.1", ok=False)
     assert "another recipe" in other
 

@@ -1,33 +1,55 @@
-"""bfloat16 products computed wide: the same numbers as plain ones, forward and backward, and only where asked."""
+"""bfloat16 products in float32 arithmetic: which ones, that the numbers stay, and only where it is asked for."""
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshot import products
-from kvshot.products import SMALL, WideProducts, fast_products
+from kvshot.products import PRODUCTS, SMALL, WideProducts, fast_products
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
-def product(x, w, bias):
-    with torch.autocast("cpu", torch.bfloat16):
-        y = torch.nn.functional.linear(x, w, bias)
-        return y @ y.transpose(-1, -2)
+class Seen(TorchDispatchMode):
+    """Notes what reaches the kernels: the type of every product's last factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in PRODUCTS:
+            self.types.append(args[-1].dtype)
+        return op(*args, **(kwargs or {}))
 
 
-def run(wide):
+def run(rows, wide):
+    """A linear map with bias and a batched product, forward and backward: results, and what the kernels saw."""
     torch.manual_seed(0)
-    x, w = torch.randn(2, SMALL, 48), torch.randn(32, 48)
-    bias = torch.randn(32)
-    leaves = [t.requires_grad_() for t in (x, w, bias)]
-    with WideProducts() if wide else torch.enable_grad():
-        out = product(*leaves)
+    x, w, bias = (torch.randn(*shape).requires_grad_() for shape in ((2, rows, rows), (rows, rows), (rows,)))
+    with Seen() as seen, WideProducts() if wide else torch.enable_grad():
+        with torch.autocast("cpu", BF16):
+            y = torch.nn.functional.linear(x, w, bias)
+            out = y @ y.transpose(-1, -2)
         out.float().square().mean().backward()
-    return [out, *(t.grad for t in leaves)]
+    return [out, x.grad, w.grad, bias.grad], seen.types
 
 
-def test_the_same_numbers_up_to_the_rounding_of_bf16():
-    for plain, wide in zip(run(False), run(True), strict=True):
-        assert plain.dtype == wide.dtype and plain.shape == wide.shape
-        error = (plain.float() - wide.float()).norm() / plain.float().norm()
-        assert error < 2 * torch.finfo(torch.bfloat16).eps
+def test_every_large_product_is_wide_forward_and_backward():
+    plain, seen_plain = run(SMALL, False)
+    wide, seen_wide = run(SMALL, True)
+    assert len(seen_plain) == 6 and set(seen_plain) == {BF16}
+    assert len(seen_wide) == 6 and set(seen_wide) == {torch.float32}
+    for a, b in zip(plain, wide, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a.float() - b.float()).norm() / a.float().norm() < 2 * torch.finfo(BF16).eps
+
+
+def test_few_rows_are_left_alone():
+    plain, _ = run(SMALL // 2 - 1, False)
+    wide, seen = run(SMALL // 2 - 1, True)  # the two sequences of the linear map come as one matrix
+    assert set(seen) == {BF16}
+    assert all(torch.equal(a, b) for a, b in zip(plain, wide, strict=True))
 
 
 def test_one_rounding_of_the_exact_product():
@@ -40,18 +62,9 @@ def test_one_rounding_of_the_exact_product():
     assert ((wide.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
 
 
-def test_few_rows_and_float32_are_left_alone():
-    torch.manual_seed(0)
-    a, b = torch.randn(SMALL - 1, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    c = torch.randn(SMALL, 64)
-    plain = a @ b, c @ c.T
-    with WideProducts():
-        wide = a @ b, c @ c.T
-    assert all(torch.equal(x, y) for x, y in zip(plain, wide, strict=True))
-
-
-def test_only_where_bf16_is_slow(monkeypatch):
-    monkeypatch.setattr(products, "slow_bf16", lambda: True)
-    assert isinstance(fast_products(), WideProducts)
-    monkeypatch.setattr(products, "slow_bf16", lambda: False)
-    assert not isinstance(fast_products(), WideProducts)
+@pytest.mark.parametrize("slow", [True, False])
+def test_only_bf16_on_a_cpu_that_is_slow_at_it(monkeypatch, slow):
+    monkeypatch.setattr(products, "_slow_bf16", lambda: slow)
+    assert isinstance(fast_products(CPU, BF16), WideProducts) == slow
+    for device, dtype in ((torch.device("cuda"), BF16), (CPU, torch.float32)):
+        assert not isinstance(fast_products(device, dtype), WideProducts)

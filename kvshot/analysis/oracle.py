@@ -96,7 +96,7 @@ def learn_queries(drafter: Drafter, target: Target, store: Features, layers: tup
             batch = load_batch(store, next(batches), learner.config)
             generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
             chosen = choose_columns(batch.loss_mask, n_steps, columns, generator).to(device)
-            with fast_products():
+            with fast_products(device, torch.bfloat16 if bf16 else torch.float32):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                     loss = loss_of(batch.to(device), chosen)
                 if not loss.isfinite():

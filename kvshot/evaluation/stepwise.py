@@ -6,7 +6,6 @@ import torch
 
 from kvshot.drafters.drafter import Drafter
 from kvshot.evaluation.metrics import StepwiseHits
-from kvshot.products import fast_products
 from kvshot.progress import progress
 from kvshot.targets import FeatureStore
 from kvshot.training.batches import load_batch
@@ -26,7 +25,7 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
     in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=device)
     in_vocab[drafter.vocab_ids] = True
     parts = []
-    with fast_products(), progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
+    with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
         for start in range(0, len(store), size):
             batch = load_batch(store, range(start, min(start + size, len(store))), drafter.config)
             columns = choose_columns(batch.loss_mask, n_steps, None).to(device)

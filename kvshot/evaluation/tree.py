@@ -30,7 +30,8 @@ class TreeShape:
     @property
     def name(self) -> str:
         """What records and tables call it: "chain 4", "tree (8, 10, 60)"."""
-        return f"chain {self.levels}" if self.top_k == 1 else f"tree ({self.levels}, {self.top_k}, {self.max_nodes})"
+        chain = self.top_k == 1 and self.max_nodes is None
+        return f"chain {self.levels}" if chain else f"tree ({self.levels}, {self.top_k}, {self.max_nodes})"
 
     @classmethod
     def from_eagle(cls, depth: int, top_k: int, total_token: int) -> TreeShape:

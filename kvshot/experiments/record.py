@@ -29,6 +29,7 @@ from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import ConversationCounts, StepwiseSummary
 from kvshot.fileio import atomic_file
+from kvshot.products import wide_is_faster
 
 SCHEMA_VERSION = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -121,7 +122,11 @@ class CodeInfo(Strict):
 
 
 class MachineInfo(Strict):
-    """What it ran on. `device`: "cpu", or the accelerator's name."""
+    """What it ran on.
+
+    device: "cpu", or the accelerator's name; wide_products: whether bfloat16 products are computed
+    in float32 arithmetic there (`kvshot.products`; None: not noted).
+    """
 
     cpu: str
     cores: PositiveInt
@@ -129,6 +134,7 @@ class MachineInfo(Strict):
     torch: str
     transformers: str
     python: str
+    wide_products: bool | None = None
 
 
 class RunRecord(Stored):
@@ -248,6 +254,7 @@ def describe_machine(device: torch.device | str = "cpu") -> MachineInfo:
         torch=torch.__version__,
         transformers=transformers.__version__,
         python=platform.python_version(),
+        wide_products=wide_is_faster(device, torch.bfloat16),
     )
 
 

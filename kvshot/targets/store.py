@@ -306,7 +306,7 @@ def _capture_shard(
         start, end = end, end + int(sizes.sum())
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = shard["ids"][start:end]
-        with fast_products():
+        with fast_products(target.device, target.dtype):
             context = capture(target, ids, mask, hidden_layers=hidden_layers, kv_layers=kv_layers)
             argmax = _choices(target, context.final[context.mask])
         mask = context.mask

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file
-from kvshot.products import fast_products
+from kvshot.products import WideProducts, wide_is_faster
 from kvshot.progress import progress
 from kvshot.targets import Features, Target
 from kvshot.training.batches import load_batch, training_batches
@@ -142,6 +143,8 @@ class Trainer:
         self.loss = self.accelerator.prepare(loss)
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.done = Progress()
+        products = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.wide = wide_is_faster(self.accelerator.device, products)  # a resumed run stays with what it began with
 
     def run(self, *, until: int | None = None, quiet: bool = False) -> Progress:
         """Train to step `until` (default: the end), from `last.pt` if it is there.
@@ -180,7 +183,7 @@ class Trainer:
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(config, state.step)
         with self.probes.watch(close=self._checked(state.step + 1)):
-            with fast_products():
+            with self._products():
                 with self._autocast():
                     loss = self.loss(batch, columns)
                 self.accelerator.backward(loss)
@@ -207,7 +210,7 @@ class Trainer:
     def _check(self, loss: float) -> None:
         """Validation, best drafter, resume point."""
         state = self.done
-        with self._autocast():
+        with self._products(), self._autocast():
             measured = self.evaluate(self.drafter)
         state.curve.append({"step": state.step, "tokens": state.tokens, "loss": loss, **measured})
         state.probes += numbers(self.seen)
@@ -224,6 +227,9 @@ class Trainer:
         """bf16 products over fp32 masters. Not accelerate's own: that is one setting for the whole process."""
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
+    def _products(self):
+        return WideProducts() if self.wide else nullcontext()
+
     def _note(self) -> str:
         state = self.done
         rate = state.tokens / max(state.seconds, 1e-9)
@@ -232,7 +238,7 @@ class Trainer:
     def _save(self) -> None:
         payload = {"drafter": self.drafter.state_dict(),
                    "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.done),
-                   "belongs": self._belongs()}
+                   "wide": self.wide, "belongs": self._belongs()}
         with atomic_file(self.folder / "last.pt") as tmp:
             torch.save(payload, tmp)
 
@@ -250,7 +256,7 @@ class Trainer:
             return
         try:
             saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            belongs = saved["belongs"]
+            belongs, _ = saved["belongs"], saved["wide"]
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as err:
             raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
         for what, now in self._belongs().items():
@@ -260,7 +266,7 @@ class Trainer:
         self.drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.done = Progress(**saved["progress"])
+        self.done, self.wide = Progress(**saved["progress"]), saved["wide"]
         try:
             load_drafter(self.folder / "best", self.target)
         except KvshotError as err:  # lost or foreign: the next check writes it again, if one is to come

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import decode
-from kvshot.evaluation.replay import Text, replay_chains, replay_tree
+from kvshot.evaluation.replay import Text, replay
 from kvshot.evaluation.tree import TreeShape
 
 from .test_decode import draw_case, make_drafter, make_target
@@ -27,10 +27,11 @@ def test_a_replay_is_the_decoder(data):
     done = decode(target, drafter, ids, max_new_tokens=n, shape=shape, eos_ids=eos)
     text = Text.read(target, drafter, ids, done.tokens, limit=n, eos_ids=eos)
     assert text.otherwise == 0
-    assert calls(replay_tree(drafter, text, shape)) == calls(done.report)
     length = data.draw(st.integers(1, 6))
     chain = decode(target, drafter, ids, max_new_tokens=n, shape=TreeShape(length), eos_ids=eos)
-    assert calls(replay_chains(drafter, text, [length, 6])[length]) == calls(chain.report)
+    replayed = replay(drafter, text, (TreeShape(6), TreeShape(length)))
+    assert calls(replayed[f"chain {length}"]) == calls(chain.report)
+    assert calls(replay(drafter, text, (shape,))[shape.name]) == calls(done.report)
 
 
 def test_nothing_to_replay():
