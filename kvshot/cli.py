@@ -187,7 +187,8 @@ def experiments(
                 f" about {median(pace) * work[e.name]:.0f}" if pace else " ?")
             state = f"seeds {' '.join(map(str, sorted(done)))}" if done else "to do"
             console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): "
-                          f"{spent.parameters / 1e6:.1f} M parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; {state},{took} min")
+                          f"{spent.parameters / 1e6:.1f} M parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; "
+                          f"{state},{took} min")
             console.print(f"    {e.about}")
     console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the "
                   "FLOPs, at the pace of the other rows")
