@@ -190,8 +190,8 @@ def experiments(
                           f"{spent.parameters / 1e6:.1f} M parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; "
                           f"{state},{took} min")
             console.print(f"    {e.about}")
-    console.print("* decides a claim: run with several seeds. min: of training, a number a seed; about: from the "
-                  "FLOPs, at the pace of the other rows")
+    console.print("* decides a claim: run with several seeds. min: of training, one number a seed; about: from the "
+                  "FLOPs, at the median pace of the finished runs")
 
 
 @app.command()

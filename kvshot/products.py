@@ -18,7 +18,9 @@ PRODUCTS = frozenset(op.default for op in (torch.ops.aten.mm, torch.ops.aten.bmm
 
 
 class WideProducts(TorchDispatchMode):
-    """Within, bfloat16 products of CPU tensors, forward and backward, are computed in float32 and rounded."""
+    """Within, the `PRODUCTS` of bfloat16 tensors on the CPU, of at least `SMALL` rows, are computed in float32 and
+    rounded, forward and backward; what a fused kernel multiplies inside is not.
+    """
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op in PRODUCTS and args[-1].dtype is torch.bfloat16 and args[-1].device.type == "cpu" \

@@ -29,7 +29,6 @@ from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import ConversationCounts, StepwiseSummary
 from kvshot.fileio import atomic_file
-from kvshot.products import wide_is_faster
 
 SCHEMA_VERSION = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -82,7 +81,11 @@ class CurvePoint(Strict):
 
 
 class TrainingInfo(Strict):
-    """How long, how fast, and the curve. `options`: every setting of the trainer, as it was given."""
+    """How long, how fast, and the curve.
+
+    options: every setting of the trainer, as it was given; wide_products: whether bfloat16 products were computed in
+    float32 arithmetic (`kvshot.products`; None: not noted).
+    """
 
     steps: NonNegativeInt
     tokens_seen: NonNegativeInt
@@ -90,6 +93,7 @@ class TrainingInfo(Strict):
     seed: int
     wall_seconds: NonNegativeFloat
     tokens_per_second: NonNegativeFloat
+    wide_products: bool | None = None
     options: dict[str, JsonValue] = {}
     curve: list[CurvePoint] = []
 
@@ -122,11 +126,7 @@ class CodeInfo(Strict):
 
 
 class MachineInfo(Strict):
-    """What it ran on.
-
-    device: "cpu", or the accelerator's name; wide_products: whether bfloat16 products are computed
-    in float32 arithmetic there (`kvshot.products`; None: not noted).
-    """
+    """What it ran on. `device`: "cpu", or the accelerator's name."""
 
     cpu: str
     cores: PositiveInt
@@ -134,7 +134,6 @@ class MachineInfo(Strict):
     torch: str
     transformers: str
     python: str
-    wide_products: bool | None = None
 
 
 class RunRecord(Stored):
@@ -254,7 +253,6 @@ def describe_machine(device: torch.device | str = "cpu") -> MachineInfo:
         torch=torch.__version__,
         transformers=transformers.__version__,
         python=platform.python_version(),
-        wide_products=wide_is_faster(device, torch.bfloat16),
     )
 
 

@@ -100,7 +100,7 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     curve = [CurvePoint(**point) for point in done.curve]
     training = TrainingInfo(
         steps=done.step, tokens_seen=done.tokens, lr=config.lr, seed=config.seed, wall_seconds=done.seconds,
-        tokens_per_second=done.tokens / max(done.seconds, 1e-9), curve=curve,
+        tokens_per_second=done.tokens / max(done.seconds, 1e-9), wide_products=done.wide, curve=curve,
         options={**config.model_dump(mode="json"), "best_step": done.best_step,
                  "validation_conversations": len(bench.examples[VALIDATION])})
     result = RunRecord(

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from kvshot.drafters.drafter import Drafter
+from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import Decoded, DecodeReport, decode, plain_decode
 from kvshot.evaluation.tree import TreeShape
 from kvshot.progress import progress
@@ -123,9 +124,12 @@ def predicted(calls: pd.DataFrame, mats: Mapping[str, float], widths: Mapping[st
     """The cost model: how much faster than the plain loop each contestant of `per_call` should be.
 
     mats: tokens a verify call, measured elsewhere; widths: tokens of a verify pass; pass_seconds: of a target pass by
-    its width (between those that were measured, on a line). Drafting and host are those of `calls`.
+    its width (between those that were measured, on a line). Drafting and host are those of `calls`. Raises
+    KvshotError for a width outside those measured.
     """
     known = sorted(pass_seconds)
+    if outside := [n for n in calls.index if not known[0] <= widths[n] <= known[-1]]:
+        raise KvshotError(f"no pass as wide as that of {', '.join(outside)} was timed: time more widths")
     verify = np.interp([widths[n] for n in calls.index], known, [pass_seconds[w] for w in known])
     kept = np.array([mats[n] for n in calls.index])
     seconds = verify + calls.drafter + calls.host

@@ -60,7 +60,8 @@ class TrainConfig(BaseModel):
 class Progress:
     """What a run has behind it.
 
-    curve: one dict a check (step, tokens, loss, and what `evaluate` returned); probes: one dict a step (`Probes`).
+    curve: one dict a check (step, tokens, loss, and what `evaluate` returned); probes: one dict a step (`Probes`);
+    wide: bfloat16 products in float32 arithmetic (`kvshot.products`), as the run began.
     """
 
     step: int = 0
@@ -70,6 +71,7 @@ class Progress:
     best_step: int = 0
     curve: list[dict] = field(default_factory=list)
     probes: list[dict] = field(default_factory=list)
+    wide: bool = False
 
 
 def scale_kv_gradient(drafter: Drafter, factor: float) -> None:
@@ -142,9 +144,8 @@ class Trainer:
         self.probes, self.seen = Probes(drafter), []
         self.loss = self.accelerator.prepare(loss)
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
-        self.done = Progress()
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self.wide = wide_is_faster(self.accelerator.device, products)  # a resumed run stays with what it began with
+        self.done = Progress(wide=wide_is_faster(self.accelerator.device, products))
 
     def run(self, *, until: int | None = None, quiet: bool = False) -> Progress:
         """Train to step `until` (default: the end), from `last.pt` if it is there.
@@ -228,7 +229,8 @@ class Trainer:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _products(self):
-        return WideProducts() if self.wide else nullcontext()
+        on_cpu = self.accelerator.device.type == "cpu"
+        return WideProducts() if self.done.wide and on_cpu else nullcontext()
 
     def _note(self) -> str:
         state = self.done
@@ -238,7 +240,7 @@ class Trainer:
     def _save(self) -> None:
         payload = {"drafter": self.drafter.state_dict(),
                    "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.done),
-                   "wide": self.wide, "belongs": self._belongs()}
+                   "belongs": self._belongs()}
         with atomic_file(self.folder / "last.pt") as tmp:
             torch.save(payload, tmp)
 
@@ -256,7 +258,7 @@ class Trainer:
             return
         try:
             saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            belongs, _ = saved["belongs"], saved["wide"]
+            belongs = saved["belongs"]
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as err:
             raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
         for what, now in self._belongs().items():
@@ -266,7 +268,7 @@ class Trainer:
         self.drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.done, self.wide = Progress(**saved["progress"]), saved["wide"]
+        self.done = Progress(**saved["progress"])
         try:
             load_drafter(self.folder / "best", self.target)
         except KvshotError as err:  # lost or foreign: the next check writes it again, if one is to come

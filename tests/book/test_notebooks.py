@@ -52,6 +52,13 @@ def test_code_fits_a_page(path):
     assert long == []
 
 
+@notebook
+def test_no_name_is_glued_twice(path):
+    names = [o.metadata["scrapbook"]["name"] for c in code_cells(path) for o in c.outputs
+             if "scrapbook" in o.get("metadata", {})]
+    assert len(names) == len(set(names))
+
+
 def test_figures_shown_elsewhere_are_those_of_the_notebooks():
     static = Path(__file__).resolve().parents[2] / "book" / "_static"
     kept = {name: png for path in NOTEBOOKS for name, png in figures(nbformat.read(path, 4))}

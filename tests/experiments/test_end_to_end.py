@@ -102,6 +102,8 @@ def test_the_cost_model():
     said = predicted(calls, mats, widths, {1: 0.1, 2: 0.12, 6: 0.20})
     assert said["x, chain 1"] == pytest.approx(1.5 * 0.1 / (0.12 + 0.03 + 0.005))
     assert said["x, tree (2, 2, 4)"] == pytest.approx(2.0 * 0.1 / (np.interp(5, [2, 6], [0.12, 0.20]) + 0.08))
+    with pytest.raises(KvshotError, match="wide as that of y, chain 2 was"):
+        predicted(calls, mats, widths | {"y, chain 2": 7}, {1: 0.1, 6: 0.2})
     ups = pd.DataFrame({"speed-up": [0.7, 0.9, 0.6]}, index=names)
     chosen = choices(said, ups, {n: n[0] for n in names})
     assert list(chosen.index) == ["x", "y"]

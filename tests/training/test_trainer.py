@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshot.drafters.checkpoint import load_drafter
 from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
+from kvshot.products import PRODUCTS, SMALL
 from kvshot.targets import OnlineFeatures
 from kvshot.training.batches import load_batch, plan_epoch, training_batches
 from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, scale_kv_gradient
@@ -40,7 +42,7 @@ def test_two_halves_are_one_whole(small, tmp_path, choice):
     first = trainer(small, tmp_path / "halves", config)
     first.run(until=4, quiet=True)
     second = trainer(small, tmp_path / "halves", config)
-    second.wide = not first.wide  # what the run began with counts, not what this process finds faster
+    second.done.wide = not first.done.wide  # what the run began with counts, not what this process finds faster
     done = second.run(quiet=True)
     assert done.step == 8 and [p["step"] for p in done.curve] == [4, 8]
     for name, tensor in whole.drafter.state_dict().items():
@@ -48,6 +50,24 @@ def test_two_halves_are_one_whole(small, tmp_path, choice):
         assert not torch.equal(tensor, first.drafter.state_dict()[name]), name
     assert [p["loss"] for p in done.curve] == [p["loss"] for p in whole.done.curve]
     assert done.tokens == whole.done.tokens
+
+
+def test_wide_products_reach_every_large_product_of_a_step(small, tmp_path):
+    class Seen(TorchDispatchMode):
+        types = set()
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op in PRODUCTS and args[-2].shape[-2] >= SMALL:
+                self.types.add(args[-1].dtype)
+            return op(*args, **(kwargs or {}))
+
+    config = CONFIG.model_copy(update={"precision": "bf16", "steps": 1, "eval_every": 1})
+    for wide in (False, True):
+        run = trainer(small, tmp_path / str(wide), config)
+        run.done.wide, Seen.types = wide, set()
+        with Seen() as seen:
+            run.run(quiet=True)
+        assert seen.types == {torch.float32 if wide else torch.bfloat16}
 
 
 def test_online_features_train_the_same_drafter(small, tmp_path):
