@@ -16,10 +16,9 @@ from pathlib import Path
 from kvshot.allocator import restart_with_settings
 from kvshot.data import prompt_ids
 from kvshot.drafters.checkpoint import load_drafter
-from kvshot.evaluation.replay import Text, replay
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments import Bench, profile
-from kvshot.experiments.end_to_end import PAPER_TREE, Calls, greedy_texts
+from kvshot.experiments.end_to_end import PAPER_TREE, greedy_texts, replayed
 from kvshot.experiments.record import describe_code, describe_machine
 from kvshot.experiments.wall_clock import pass_costs, speed_ups, time_decoding
 from kvshot.fileio import atomic_file
@@ -28,19 +27,6 @@ from kvshot.progress import progress
 SHAPES = (*map(TreeShape, (1, 2, 3, 4, 6)), TreeShape(3, 3, 8), TreeShape(4, 4, 12), PAPER_TREE)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 16, 24, 32, 48, 61)
 REPLAYED = 32  # prompts
-
-
-def replayed(target, drafters, asked, new_tokens):
-    """Verify calls and the tokens they kept, by drafter and shape, on the target's greedy text behind each prompt."""
-    texts, reports = greedy_texts(target, asked, new_tokens), {label: {} for label in drafters}
-    with progress("replay (texts)", len(texts)) as advance:
-        for prompt, text in zip(asked, texts, strict=True):
-            for label, drafter in drafters.items():
-                read = Text.read(target, drafter, prompt, text, limit=new_tokens)
-                for shape, report in replay(drafter, read, SHAPES).items():
-                    reports[label].setdefault(shape, []).append(report)
-            advance()
-    return {label: {shape: Calls.of(r).model_dump() for shape, r in found.items()} for label, found in reports.items()}
 
 
 def main(out: str, prompts: str = "8", new_tokens: str = "48", results: str = "results") -> None:
@@ -56,7 +42,11 @@ def main(out: str, prompts: str = "8", new_tokens: str = "48", results: str = "r
     asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in bench.conversations[domain][: n + REPLAYED]]
     if len(asked) <= n:
         sys.exit(f"error: {len(asked)} held-out prompts, none left to replay: time fewer than {n}")
-    calls = replayed(target, drafters, asked[n:], limit)
+    texts, calls = greedy_texts(target, asked[n:], limit), {}
+    with progress("replay (texts)", len(drafters) * len(texts)) as advance:
+        for label, drafter in drafters.items():
+            found, _ = replayed(target, drafter, asked[n:], texts, limit, SHAPES, advance)
+            calls[label] = {shape: c.model_dump() for shape, c in found.items()}
     costs = pass_costs(target, asked[0] * 3, WIDTHS)
     times = time_decoding(target, asked[:n], {k: (drafters[d], s) for k, (d, s) in contestants.items()},
                           max_new_tokens=limit)

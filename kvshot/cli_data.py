@@ -36,10 +36,7 @@ def synthesize(
     from kvshot.data.synthesize import Recipe, synthesize_corpus
 
     recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
-    corpus, report = synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out)
-    console.print(f"{report}")
-    for info in corpus.info.splits.values():
-        console.print(f"{out / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+    _show_written(*synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out), out)
 
 
 @data.command()
@@ -51,10 +48,14 @@ def extend(
     """Let the target write more training conversations into a data set; what is there stays as it is."""
     from kvshot.data.synthesize import extend_corpus
 
-    extended, report = extend_corpus(corpus, answer_tokens=answer_tokens, workers=workers)
+    _show_written(*extend_corpus(corpus, answer_tokens=answer_tokens, workers=workers), corpus)
+
+
+def _show_written(corpus, report, folder: Path) -> None:
+    """What was dropped, and what stands in each file now."""
     console.print(f"{report}")
-    for info in extended.info.splits.values():
-        console.print(f"{corpus / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
+    for info in corpus.info.splits.values():
+        console.print(f"{folder / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
 
 
 @data.command()

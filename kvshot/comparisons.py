@@ -264,7 +264,7 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
     labels = []
     for (name, record), colour, marker in zip(measured.items(), PALETTE, MARKERS, strict=False):
         calls = record.domains[domain].shapes
-        lengths = [s.levels for s in SHAPES if s.top_k == 1]
+        lengths = [s.levels for s in SHAPES if s.is_chain]
         mats = [mat_of(calls[TreeShape(n).name]) for n in lengths]
         ax.plot(lengths, [m.value for m in mats], color=colour, marker=marker)
         ax.fill_between(lengths, [m.low for m in mats], [m.high for m in mats], color=colour, alpha=0.15, linewidth=0)

@@ -2,42 +2,28 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshot import products
-from kvshot.products import PRODUCTS, SMALL, WideProducts, fast_products
+from kvshot.products import SMALL, WideProducts, fast_products
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
-class Seen(TorchDispatchMode):
-    """Notes what reaches the kernels: the type of every product's last factor."""
-
-    def __init__(self):
-        super().__init__()
-        self.types = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in PRODUCTS:
-            self.types.append(args[-1].dtype)
-        return op(*args, **(kwargs or {}))
-
-
-def run(rows, wide):
+def run(seen_products, rows, wide):
     """A linear map with bias and a batched product, forward and backward: results, and what the kernels saw."""
     torch.manual_seed(0)
     x, w, bias = (torch.randn(*shape).requires_grad_() for shape in ((2, rows, rows), (rows, rows), (rows,)))
-    with Seen() as seen, WideProducts() if wide else torch.enable_grad():
+    with seen_products() as seen, WideProducts() if wide else torch.enable_grad():
         with torch.autocast("cpu", BF16):
             y = torch.nn.functional.linear(x, w, bias)
             out = y @ y.transpose(-1, -2)
         out.float().square().mean().backward()
-    return [out, x.grad, w.grad, bias.grad], seen.types
+    return [out, x.grad, w.grad, bias.grad], [dtype for _, dtype in seen.products]
 
 
-def test_every_large_product_is_wide_forward_and_backward():
-    plain, seen_plain = run(SMALL, False)
-    wide, seen_wide = run(SMALL, True)
+def test_every_large_product_is_wide_forward_and_backward(seen_products):
+    plain, seen_plain = run(seen_products, SMALL, False)
+    wide, seen_wide = run(seen_products, SMALL, True)
     assert len(seen_plain) == 6 and set(seen_plain) == {BF16}
     assert len(seen_wide) == 6 and set(seen_wide) == {torch.float32}
     for a, b in zip(plain, wide, strict=True):
@@ -45,9 +31,9 @@ def test_every_large_product_is_wide_forward_and_backward():
         assert (a.float() - b.float()).norm() / a.float().norm() < 2 * torch.finfo(BF16).eps
 
 
-def test_few_rows_are_left_alone():
-    plain, _ = run(SMALL // 2 - 1, False)
-    wide, seen = run(SMALL // 2 - 1, True)  # the two sequences of the linear map come as one matrix
+def test_few_rows_are_left_alone(seen_products):
+    plain, _ = run(seen_products, SMALL // 2 - 1, False)
+    wide, seen = run(seen_products, SMALL // 2 - 1, True)  # the two sequences of the linear map come as one matrix
     assert set(seen) == {BF16}
     assert all(torch.equal(a, b) for a, b in zip(plain, wide, strict=True))
 

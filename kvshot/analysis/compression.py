@@ -54,11 +54,8 @@ def shares(x: Tensor, counted: Tensor) -> Tensor:
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     """Jensen-Shannon distance (0..1, base 2) over the last axis."""
-    def log(x: Tensor) -> Tensor:  # finite where x is 0, and, unlike xlogy, not one number at a time
-        return x.clamp(min=1e-30).log()
-
-    middle = log((p + q) / 2)
-    js = (p * (log(p) - middle) + q * (log(q) - middle)).sum(-1) / 2
+    middle = (p + q) / 2
+    js = (torch.xlogy(p, p / middle) + torch.xlogy(q, q / middle)).nan_to_num(0).sum(-1) / 2
     return (js.clamp(min=0) / torch.log(torch.tensor(2.0))).sqrt()
 
 

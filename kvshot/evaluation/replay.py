@@ -107,10 +107,9 @@ def _walk(tree: Tree, following: Sequence[int]) -> tuple[int, int]:
 
 def replay(drafter: Drafter, text: Text, shapes: Sequence[TreeShape]) -> dict[str, DecodeReport]:
     """The verify calls of `decode` with drafts of each of these shapes, by the shape's name."""
-    chains = [s.levels for s in shapes if s.top_k == 1 and s.levels and s.max_nodes is None]
-    unrolled = replay_chains(drafter, text, chains) if chains else {}
-    return {s.name: unrolled[s.levels] if s.top_k == 1 and s.levels in unrolled and s.max_nodes is None
-            else replay_tree(drafter, text, s) for s in shapes}
+    chains = {s: s.levels for s in shapes if s.is_chain and s.levels}
+    unrolled = replay_chains(drafter, text, [*chains.values()]) if chains else {}
+    return {s.name: unrolled[chains[s]] if s in chains else replay_tree(drafter, text, s) for s in shapes}
 
 
 @torch.no_grad()

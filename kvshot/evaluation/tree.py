@@ -28,10 +28,14 @@ class TreeShape:
             raise KvshotError(f"{self}: levels from 0, top_k and max_nodes from 1")
 
     @property
+    def is_chain(self) -> bool:
+        """One path, and all of it."""
+        return self.top_k == 1 and self.max_nodes is None
+
+    @property
     def name(self) -> str:
         """What records and tables call it: "chain 4", "tree (8, 10, 60)"."""
-        chain = self.top_k == 1 and self.max_nodes is None
-        return f"chain {self.levels}" if chain else f"tree ({self.levels}, {self.top_k}, {self.max_nodes})"
+        return f"chain {self.levels}" if self.is_chain else f"tree ({self.levels}, {self.top_k}, {self.max_nodes})"
 
     @classmethod
     def from_eagle(cls, depth: int, top_k: int, total_token: int) -> TreeShape:

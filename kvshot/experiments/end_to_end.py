@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -109,6 +109,23 @@ def _in_blocks(target: Target, prompts: Sequence[Sequence[int]], common: Sequenc
 
 
 @torch.no_grad()
+def replayed(target: Target, drafter: Drafter, asked: Sequence[Sequence[int]], texts: Sequence[Sequence[int]],
+             max_new_tokens: int, shapes: Sequence[TreeShape], advance: Callable[[], None]
+             ) -> tuple[dict[str, Calls], int]:
+    """Verify calls by shape on the target's texts behind each prompt, and how many tokens of these are near ties
+    (`Domain`). advance: called after each text.
+    """
+    reports: dict[str, list[DecodeReport]] = {}
+    otherwise = 0
+    for prompt, text in zip(asked, texts, strict=True):
+        read = Text.read(target, drafter, prompt, text, limit=max_new_tokens)
+        otherwise += read.otherwise
+        for shape, report in replay(drafter, read, shapes).items():
+            reports.setdefault(shape, []).append(report)
+        advance()
+    return {shape: Calls.of(r) for shape, r in reports.items()}, otherwise
+
+
 def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_created: datetime) -> EndToEnd:
     """Replay the first prompts of every domain (the profile says how many): the paper's tree, and chains of 1 to 8.
 
@@ -120,18 +137,11 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
         conversations = bench.conversations[name][:prompts]
         asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in conversations]
         texts = greedy_texts(target, asked, max_new_tokens, quiet=bench.quiet)
-        reports: dict[str, list[DecodeReport]] = {}
-        otherwise = 0
         with progress(f"{name}: replay (texts)", len(texts), quiet=bench.quiet) as advance:
-            for prompt, text in zip(asked, texts, strict=True):
-                read = Text.read(target, drafter, prompt, text, limit=max_new_tokens)
-                otherwise += read.otherwise
-                for shape, report in replay(drafter, read, SHAPES).items():
-                    reports.setdefault(shape, []).append(report)
-                advance()
+            shapes, otherwise = replayed(target, drafter, asked, texts, max_new_tokens, SHAPES, advance)
         digest = hashlib.sha256(json.dumps([asked, texts]).encode()).hexdigest()
         domains[name] = Domain(prompts=len(asked), tokens=sum(map(len, texts)), otherwise=otherwise,
-                               texts_sha256=digest, shapes={n: Calls.of(r) for n, r in reports.items()})
+                               texts_sha256=digest, shapes=shapes)
     return EndToEnd(experiment=experiment, profile=bench.profile.name, seed=seed, run_created=run_created,
                     max_new_tokens=max_new_tokens,
                     target=bench.target_info(), computed_in=str(target.dtype).removeprefix("torch."), domains=domains,

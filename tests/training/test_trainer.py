@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshot.drafters.checkpoint import load_drafter
 from kvshot.drafters.init import new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
-from kvshot.products import PRODUCTS, SMALL
+from kvshot.products import SMALL
 from kvshot.targets import OnlineFeatures
 from kvshot.training.batches import load_batch, plan_epoch, training_batches
 from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, scale_kv_gradient
@@ -52,22 +51,15 @@ def test_two_halves_are_one_whole(small, tmp_path, choice):
     assert done.tokens == whole.done.tokens
 
 
-def test_wide_products_reach_every_large_product_of_a_step(small, tmp_path):
-    class Seen(TorchDispatchMode):
-        types = set()
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op in PRODUCTS and args[-2].shape[-2] >= SMALL:
-                self.types.add(args[-1].dtype)
-            return op(*args, **(kwargs or {}))
-
+def test_wide_products_reach_every_large_product_of_a_step(small, tmp_path, seen_products):
     config = CONFIG.model_copy(update={"precision": "bf16", "steps": 1, "eval_every": 1})
     for wide in (False, True):
         run = trainer(small, tmp_path / str(wide), config)
-        run.done.wide, Seen.types = wide, set()
-        with Seen() as seen:
+        run.done.wide = wide
+        with seen_products() as seen:
             run.run(quiet=True)
-        assert seen.types == {torch.float32 if wide else torch.bfloat16}
+        large = {dtype for rows, dtype in seen.products if rows >= SMALL}
+        assert large == {torch.float32 if wide else torch.bfloat16}
 
 
 def test_online_features_train_the_same_drafter(small, tmp_path):
