@@ -83,6 +83,7 @@ def train(
     """Train an experiment's drafter, evaluate the best checkpoint, write the record."""
     from kvshot.experiments.registry import experiment as find
     from kvshot.experiments.run import recipe, run
+    from kvshot.training.trainer import processes
 
     start = find(experiment).start
     bench = _bench(profile, device, data, [experiment])
@@ -90,8 +91,9 @@ def train(
     out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
     record = run(bench, experiment, out, recipe(bench.profile, experiment, **given), out / "record.json",
                  start=start and out.parent / f"{start}-seed{seed}" / "best")
-    show_record(record)
-    console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
+    if processes(bench.target.device).is_main_process:
+        show_record(record)
+        console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
 
 
 @app.command()

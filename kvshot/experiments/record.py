@@ -84,7 +84,7 @@ class TrainingInfo(Strict):
     """How long, how fast, and the curve.
 
     options: every setting of the trainer, as it was given; wide_products: whether bfloat16 products were computed in
-    float32 arithmetic (`kvshot.products`; None: not noted).
+    float32 arithmetic (`kvshot.products`; None: not noted); processes: how many shared every batch.
     """
 
     steps: NonNegativeInt
@@ -94,6 +94,7 @@ class TrainingInfo(Strict):
     wall_seconds: NonNegativeFloat
     tokens_per_second: NonNegativeFloat
     wide_products: bool | None = None
+    processes: PositiveInt = 1
     options: dict[str, JsonValue] = {}
     curve: list[CurvePoint] = []
 

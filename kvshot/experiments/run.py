@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import checked
@@ -34,7 +33,7 @@ from kvshot.fileio import atomic_file, cache_dir, exclusive
 from kvshot.targets import Target, load_target
 from kvshot.training.masks import supervised_columns
 from kvshot.training.probes import save_probes
-from kvshot.training.trainer import Progress, TrainConfig, Trainer
+from kvshot.training.trainer import Progress, TrainConfig, Trainer, processes
 
 PROBES = "probes.csv.xz"
 
@@ -66,14 +65,16 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
                    for x in bench.examples[split]):
             raise KvshotError(f"no {split} answer is long enough for {steps} draft steps: give longer answers "
                               "or train fewer steps")
-    validation = bench.store(VALIDATION)
+    group = processes(bench.target.device)
+    with group.main_process_first():  # the others find the features captured
+        validation, store = bench.store(VALIDATION), bench.store(TRAIN)
 
     def evaluate(model: Drafter) -> dict:
         summary = summarise(stepwise_hits(model, validation, steps, quiet=True), n_boot=2)
         return {"mat": summary.mat.value, "alpha": summary.alpha}
 
-    trainer = Trainer(bench.target, drafter, bench.vocab, bench.store(TRAIN), config, folder, evaluate)
-    with exclusive(folder) if PartialState().is_main_process else nullcontext():
+    trainer = Trainer(bench.target, drafter, bench.vocab, store, config, folder, evaluate)
+    with exclusive(folder) if group.is_main_process else nullcontext():
         return trainer.run(quiet=bench.quiet)
 
 
@@ -93,21 +94,29 @@ def evaluate(
 
 def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, record: str | os.PathLike, *,
         start: str | os.PathLike | None = None) -> RunRecord:
-    """Train, evaluate the best checkpoint, write the record to `record`."""
-    folder = Path(folder)
+    """Train, evaluate the best checkpoint, write the record to `record`.
+
+    Under torchrun or `accelerate launch` the processes share every batch; the first of them reports and writes.
+    """
+    folder, group = Path(folder), processes(bench.target.device)
+    bench.quiet |= not group.is_main_process
     done = train(bench, name, folder, config, start=start)
+    with group.main_process_first():
+        for domain in bench.domains:
+            bench.store(domain)
     drafter, measured = evaluate(bench, folder / "best", bench.profile.train.n_steps)
     curve = [CurvePoint(**point) for point in done.curve]
     training = TrainingInfo(
         steps=done.step, tokens_seen=done.tokens, lr=config.lr, seed=config.seed, wall_seconds=done.seconds,
-        tokens_per_second=done.tokens / max(done.seconds, 1e-9), wide_products=done.wide, curve=curve,
+        tokens_per_second=done.tokens / max(done.seconds, 1e-9), wide_products=done.wide,
+        processes=group.num_processes, curve=curve,
         options={**config.model_dump(mode="json"), "best_step": done.best_step,
                  "validation_conversations": len(bench.examples[VALIDATION])})
     result = RunRecord(
         experiment=name, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
         cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
         evaluation=measured, code=describe_code(), machine=describe_machine(bench.target.device))
-    if PartialState().is_main_process:
+    if group.is_main_process:
         if done.probes:
             save_probes(folder / PROBES, done.probes)
         result.save(record)

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import DistributedType
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,7 +38,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(2000, ge=1)
-    batch_tokens: int = Field(4096, ge=16)
+    batch_tokens: int = Field(4096, ge=16, description="of one optimizer step, however many processes share it")
     n_steps: int = Field(7, ge=1, description="TTT steps K")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k")
     columns_per_sequence: int | None = Field(48, ge=1, description="None: every supervised column")
@@ -108,10 +109,16 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(t, 1.0))))
 
 
-def _accelerator(device: torch.device) -> Accelerator:
-    """Device and processes by accelerate; precision is ours. The embedding is a buffer: DDP need not broadcast it."""
+def processes(device: torch.device) -> PartialState:
+    """Who trains: this process, or all that a launcher (torchrun, accelerate) started, one on each device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    return PartialState(cpu=device.type == "cpu")
+
+
+def _accelerator(device: torch.device) -> Accelerator:
+    """Device and processes by accelerate; precision is ours. The embedding is a buffer: DDP need not broadcast it."""
+    processes(device)
     kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
     try:
         accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", kwargs_handlers=[kwargs])
@@ -138,11 +145,14 @@ class Trainer:
         self.config, self.folder, self.evaluate = config, Path(folder), evaluate
         self.accelerator = _accelerator(target.device)
         teacher = target.scorer(vocab.ids.to(target.device), wide=False)  # the loss widens it, a part at a time
-        loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay, offline=config.offline)
+        loss = TTTLoss(drafter, teacher, n_steps=config.n_steps, decay=config.decay, offline=config.offline,
+                       mean=lambda x: self.accelerator.reduce(x, "mean"))
         if config.kv_gradient != 1:
             scale_kv_gradient(drafter, config.kv_gradient)
         self.probes, self.seen = Probes(drafter), []
-        self.loss = self.accelerator.prepare(loss)
+        with warnings.catch_warnings():  # accelerate passes on what torch has begun to rename
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.loss = self.accelerator.prepare(loss)
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.done = Progress(wide=wide_is_faster(self.accelerator.device, products))
@@ -155,13 +165,12 @@ class Trainer:
         self._resume()
         config, state = self.config, self.done
         until = config.steps if until is None else until
-        world = self.accelerator.num_processes
-        batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step * world)
+        batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step)
         running: list[tuple[torch.Tensor, torch.Tensor]] = []
         with progress("training (steps)", config.steps, start=state.step, quiet=quiet) as advance:
             started = time.monotonic() - state.seconds
             while state.step < until:
-                running.append(self._step([next(batches) for _ in range(world)]))
+                running.append(self._step(next(batches)))
                 state.step += 1
                 if self._checked(state.step) or state.step == until:
                     losses = self._finite(running)  # waits for the device, so the time below is that of the work
@@ -174,12 +183,15 @@ class Trainer:
                 advance(1, self._note())
         return state
 
-    def _step(self, batches: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step on this process's batch; `batches`: one for each process. Loss and gradient norm."""
-        config, state, rank = self.config, self.done, self.accelerator.process_index
-        batch = load_batch(self.store, batches[rank], self.drafter.config)
-        generator = torch.Generator().manual_seed((config.seed * 1_000_003 + state.step) * len(batches) + rank)
+    def _step(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step on these sequences, of which this process takes its part. Loss and gradient norm."""
+        config, state = self.config, self.done
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        own = indices[rank::world]
+        batch = load_batch(self.store, own or indices[:1], self.drafter.config)
+        generator = torch.Generator().manual_seed((config.seed * 1_000_003 + state.step) * world + rank)
         columns = choose_columns(batch.loss_mask, config.n_steps, config.columns_per_sequence, generator)
+        columns.weight *= bool(own)  # more processes than sequences: this one only keeps step
         batch, columns = batch.to(self.accelerator.device), columns.to(self.accelerator.device)
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             group["lr"] = learning_rate(config, state.step)
@@ -193,7 +205,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        state.tokens += sum(self.store.lengths[i] for indices in batches for i in indices)
+        state.tokens += sum(self.store.lengths[i] for i in indices)
         return loss.detach(), norm.detach()
 
     def _checked(self, step: int) -> bool:

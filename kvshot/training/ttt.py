@@ -142,14 +142,15 @@ class TTTLoss(nn.Module):
 
     teacher: final states [..., d] -> the target's scores over the draft vocabulary [..., V_d] (`Target.scorer`). The
     target's distribution is restricted to that vocabulary; positions whose target choice lies outside it are left out
-    of the loss (and count as misses in evaluation). offline: see `unroll`.
+    of the loss (and count as misses in evaluation). offline: see `unroll`. mean: of a number over the processes that
+    share a batch; the mean of their losses is then that of the whole batch.
     """
 
-    def __init__(self, drafter: Drafter, teacher: Callable[[Tensor], Tensor], *, n_steps: int = 7,
-                 decay: float = 0.8, offline: bool = False) -> None:
+    def __init__(self, drafter: Drafter, teacher: Callable[[Tensor], Tensor], *, n_steps: int = 7, decay: float = 0.8,
+                 offline: bool = False, mean: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
         self.drafter, self.teacher, self.n_steps, self.decay = drafter, teacher, n_steps, decay
-        self.offline = offline
+        self.offline, self.mean = offline, mean
         in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=drafter.vocab_ids.device)
         in_vocab[drafter.vocab_ids] = True
         self.register_buffer("in_vocab", in_vocab, persistent=False)
@@ -164,5 +165,5 @@ class TTTLoss(nn.Module):
                 teacher = self.teacher(gather_columns(batch.final, position)[keep])
             each = soft_cross_entropy(self.drafter.logits(state[keep]), teacher)
             weight = columns.weight[:, None].expand_as(keep)[keep]
-            loss = loss + self.decay**k * (each * weight).sum() / weight.sum().clamp(min=1e-9)
+            loss = loss + self.decay**k * (each * weight).sum() / self.mean(weight.sum()).clamp(min=1e-9)
         return loss
