@@ -55,6 +55,11 @@ class StepwiseHits:
         names = ("hits", "valid", "conversation", "oov")
         return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
 
+    def by_conversation(self) -> StepwiseHits:
+        """The same rows, sorted by conversation; within one the order stays."""
+        order = np.argsort(self.conversation, kind="stable")
+        return StepwiseHits(self.hits[order], self.valid[order], self.conversation[order], self.oov[order])
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

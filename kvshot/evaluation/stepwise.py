@@ -24,10 +24,10 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
     device = drafter.vocab_ids.device
     in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=device)
     in_vocab[drafter.vocab_ids] = True
-    parts = []
+    order, parts = sorted(range(len(store)), key=store.lengths.__getitem__), []  # batches pad little
     with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
         for start in range(0, len(store), size):
-            batch = load_batch(store, range(start, min(start + size, len(store))), drafter.config)
+            batch = load_batch(store, order[start : start + size], drafter.config)
             columns = choose_columns(batch.loss_mask, n_steps, None).to(device)
             batch = batch.to(device)
             keep = columns.valid[..., 0]
@@ -43,4 +43,4 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
                 conversation=batch.index[:, None].expand_as(keep)[keep].cpu().numpy(),
                 oov=(torch.stack(oov, -1) & valid).cpu().numpy()))
             advance(len(batch.index))
-    return StepwiseHits.concat(parts)
+    return StepwiseHits.concat(parts).by_conversation()
