@@ -24,6 +24,7 @@ app.add_typer(data, name="data")
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="smoke, laptop or paper")]
 DataOption = Annotated[Optional[Path], typer.Option(help="another corpus folder than the profile's")]  # noqa: UP045
+TargetOption = Annotated[Optional[str], typer.Option(help="another target than the profile's")]  # noqa: UP045
 DeviceOption = Annotated[Optional[str], typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]  # noqa: UP045
 
 
@@ -102,12 +103,13 @@ def evaluate(
     profile: ProfileOption = "laptop",
     steps: Annotated[int, typer.Option("-k", min=1, help="draft steps K")] = 7,
     data: DataOption = None,
+    target: TargetOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Step-wise acceptance of a checkpoint on the profile's held-out data."""
     from kvshot.experiments.run import evaluate as measure
 
-    _, domains = measure(_bench(profile, device, data), checkpoint, steps)
+    _, domains = measure(_bench(profile, device, data, target=target), checkpoint, steps)
     for name, domain in domains.items():
         _show_domain(name, domain)
 
@@ -130,17 +132,24 @@ def replay(
 
 @app.command()
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="folder that `kvshot train` wrote, or a published checkpoint")],
+    run: Annotated[Path, typer.Argument(help="folder that `kvshot train` or `kvshot import` wrote, or a published "
+                                             "checkpoint")],
     results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
+    profile: Annotated[str, typer.Option("--profile", "-p", help="for an imported drafter: on whose data")] = "laptop",
+    data: DataOption = None,
+    target: TargetOption = None,
     texts: Annotated[int, typer.Option(min=2, help="held-out conversations whose attention is compared")] = 48,
     query_steps: Annotated[int, typer.Option(min=1, help="training steps of the queries alone")] = 200,
     device: DeviceOption = None,
 ) -> None:
     """Why does this drafter decay? True states in place of its own, where it looks, what better queries are worth."""
     from kvshot.evaluation.metrics import pool
-    from kvshot.experiments.diagnosis import diagnose_run
+    from kvshot.experiments.diagnosis import diagnose_checkpoint, diagnose_run, has_run
+    from kvshot.experiments.profiles import profile as find
 
-    record, path = diagnose_run(run, results, device=device, texts=texts, query_steps=query_steps)
+    how = {"device": device, "texts": texts, "query_steps": query_steps}
+    record, path = diagnose_run(run, results, **how) if has_run(run) else diagnose_checkpoint(
+        run, find(profile, data, target), **how)
     for name, counts in (record.regimes | record.queries).items():
         measured = pool([counts], n_boot=2)
         console.print(f"{name}: alpha {measured.alpha[0]:.3f} to {measured.alpha[-1]:.3f}, "
@@ -149,6 +158,45 @@ def diagnose(
         console.print(f"{o.branch}: distance of its attention from the target's {o.accepted:.3f} where a draft was "
                       f"accepted, {o.rejected:.3f} where not")
     console.print(f"{path}")
+
+
+@app.command(name="import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="EAGLE-3 folder of EAGLE, SpecForge or speculators")],
+    out: Annotated[Path, typer.Argument(help="folder for kvshot's own copy")],
+    target: Annotated[str, typer.Option(help="the target that it was trained for")],
+    hidden_layers: Annotated[Optional[str], typer.Option(help="blocks applied before the states that it reads, as "  # noqa: UP045
+                                                             "2,16,29, where the checkpoint does not say")] = None,
+    rope_theta: Annotated[Optional[float], typer.Option(min=1, help="in place of what it says; EAGLE trained with "  # noqa: UP045
+                                                                   "10000")] = None,
+) -> None:
+    """Take over an EAGLE-3 drafter of another project: then evaluate it, diagnose it, decode with it."""
+    from kvshot.drafters import load_eagle3, save_drafter
+    from kvshot.targets import load_target
+
+    try:
+        layers = [int(i) for i in hidden_layers.split(",")] if hidden_layers else None
+    except ValueError:
+        raise KvshotError(f"--hidden-layers {hidden_layers} is no list like 2,16,29") from None
+    loaded = load_target(target, device="cpu")
+    drafter, vocab = load_eagle3(checkpoint, loaded, hidden_layers=layers, rope_theta=rope_theta)
+    save_drafter(out, drafter, vocab, loaded)
+    console.print(f"{out}: reads states {drafter.config.hidden_layers} (blocks applied), {len(vocab)} draft tokens")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a drafter")],
+    out: Annotated[Path, typer.Argument(help="folder in speculators' format")],
+    verifier: Annotated[Optional[str], typer.Option(help="what the target is called where it is served")] = None,  # noqa: UP045
+) -> None:
+    """Write an EAGLE-3 drafter as vLLM and speculators read it, in bfloat16."""
+    from kvshot.drafters import load_drafter, save_speculators, target_of
+    from kvshot.targets import load_target
+
+    target = load_target(target_of(checkpoint), device="cpu")
+    save_speculators(out, *load_drafter(checkpoint, target), target, verifier=verifier)
+    console.print(f"{out}")
 
 
 @app.command()
@@ -286,8 +334,9 @@ def _interval(estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _bench(name: str, device: str | None, data: Path | None, experiments: Sequence[str] = ("eagle3",)):
+def _bench(name: str, device: str | None, data: Path | None, experiments: Sequence[str] = ("eagle3",),
+           target: str | None = None):
     from kvshot.experiments.bench import Bench
     from kvshot.experiments.profiles import profile
 
-    return Bench(profile(name, data), experiments=experiments, device=device)
+    return Bench(profile(name, data, target), experiments=experiments, device=device)

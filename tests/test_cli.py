@@ -16,7 +16,7 @@ from kvshot.data.corpus import Corpus
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import pool
 from kvshot.experiments import RunRecord
-from kvshot.experiments.diagnosis import diagnoses
+from kvshot.experiments.diagnosis import Diagnosis, diagnoses
 from kvshot.training.probes import load_probes
 
 
@@ -76,6 +76,13 @@ def test_train_evaluate_show(place):
         assert all(ax.get_ylim()[1] >= max(line.get_ydata()) for ax in figure.axes for line in ax.lines)
     kvshot(place, "diagnose", "results/smoke/eagle3-seed0", *few)  # a published checkpoint, in bfloat16
     assert "no such" in kvshot(place, "diagnose", "nowhere", ok=False).lower()
+    kvshot(place, "export", "run/best", "served")  # and back, as a stranger's
+    assert "reads states (2, 3, 4)" in kvshot(place, "import", "served", "mine", "--target", "smoke")
+    assert "held_out" in kvshot(place, "evaluate", "mine", "-p", "smoke", "--target", "smoke", "--device", "cpu")
+    assert "mine/diagnosis.json" in kvshot(place, "diagnose", "mine", "-p", "smoke", *few)
+    assert Diagnosis.load(place / "mine/diagnosis.json").experiment == "mine"
+    wrong = kvshot(place, "import", "served", "x", "--target", "smoke", "--hidden-layers", "a", ok=False)
+    assert "no list like" in wrong
     assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40
     listed = kvshot(place, "experiments", "--profile", "smoke", "--only", "eagle3", "--only", "kv-only-1")
     assert re.search(r"^eagle3 .*; seeds 0, \d+ min$", listed, re.M)

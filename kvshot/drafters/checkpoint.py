@@ -61,8 +61,13 @@ def load_drafter(folder: str | os.PathLike, target: Target) -> tuple[Drafter, Dr
     if vocab.sha256 != about.vocab_sha256:
         raise KvshotError(f"{folder} holds another draft vocabulary than its config.json names: fetch it again")
     drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
-    _load_strictly(drafter, tensors, Path(folder))
+    load_strictly(drafter, tensors, Path(folder))
     return drafter.to(target.device).eval(), vocab
+
+
+def target_of(folder: str | os.PathLike) -> str:
+    """The name of the target that a checkpoint is for. Raises KvshotError as `load_drafter`."""
+    return _read(Path(folder))[0].target["name"]
 
 
 def _read(folder: Path) -> tuple[_About, dict]:
@@ -81,7 +86,8 @@ def _read(folder: Path) -> tuple[_About, dict]:
     return checked(_About, about), tensors
 
 
-def _load_strictly(drafter: Drafter, tensors: dict, folder: Path) -> None:
+def load_strictly(drafter: Drafter, tensors: dict, folder: Path) -> None:
+    """Raises KvshotError unless these are exactly the drafter's tensors."""
     want = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
     have = {name: tuple(t.shape) for name, t in tensors.items()}
     wrong = sorted(set(want.items()) ^ set(have.items()))

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvshot.errors import KvshotError
 from kvshot.targets import Target
+from kvshot.targets.rope import rope_frequencies
 
 
 class DrafterConfig(BaseModel):
@@ -17,7 +18,8 @@ class DrafterConfig(BaseModel):
     alone. memory: what it can attend to of the verified prefix: "own", keys and values of its own layers; "target",
     those of the target's blocks `kv_layers` by way of `injection` (see `Injection`); "both", two attentions merged by
     a gate; "none". per_layer: draft layer i reads kv_layers[i] alone. qk_norm: RMSNorm per head on queries and on the
-    drafter's own keys.
+    drafter's own keys. norm_before_residual: the state enters the residual normalised, too (some EAGLE-3 drafters of
+    speculators). rope_frequencies: see `targets.rope.rope_frequencies`.
 
     EAGLE-3 is three hidden layers, own memory, depth 1; "No target info" (Table 1) is no hidden layer, own memory;
     KV-only is no hidden layer, the target's memory; the hybrid is EAGLE-3 with both; cross-only EAGLE-3's input with
@@ -32,6 +34,7 @@ class DrafterConfig(BaseModel):
     injection: Literal["concat", "linear", "linear+rope", "mlp", "mlp+norm", "hidden"] | None = None
     per_layer: bool = False
     qk_norm: bool = False
+    norm_before_residual: bool = False
     depth: int = Field(1, ge=1)
 
     hidden_size: int = Field(ge=1)
@@ -41,6 +44,7 @@ class DrafterConfig(BaseModel):
     head_dim: int = Field(ge=2, multiple_of=2)
     norm_eps: float = Field(gt=0)
     rope_theta: float = Field(gt=0)
+    rope_frequencies: tuple[float, ...] | None = None
     target_vocab_size: int = Field(ge=1)
     draft_vocab_size: int = Field(ge=1)
 
@@ -57,6 +61,9 @@ class DrafterConfig(BaseModel):
         if self.remembers_target != bool(self.kv_layers) or self.remembers_target != (self.injection is not None):
             raise ValueError(f"memory {self.memory!r} with KV layers {self.kv_layers} and injection {self.injection!r}:"
                              " the target's memory needs both, any other neither")
+        if self.rope_frequencies is not None and len(self.rope_frequencies) != self.head_dim // 2:
+            raise ValueError(f"{len(self.rope_frequencies)} rotary frequencies for {self.head_dim // 2} pairs of "
+                             "dimensions")
         if self.per_layer and len(self.kv_layers) != self.depth:
             raise ValueError(f"{self.depth} draft layers cannot read {len(self.kv_layers)} target layers one each")
         return self
@@ -109,19 +116,20 @@ class DrafterConfig(BaseModel):
             "target_vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
         }
         config = checked(cls, {**shape, **choices})
-        if config.kv_needed:
-            _check_rope(target, config.kv_needed)
-        return config
+        return config.model_copy(update={"rope_frequencies": _frequencies(target, config.kv_needed)})
 
 
-def _check_rope(target: Target, layers: tuple[int, ...]) -> None:
-    """A drafter turns the target's keys back with plain RoPE over the whole head: nothing else would come off."""
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    plain = rope.get("rope_type", "default") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
-    if not plain or not all(getattr(target.decoder.layers[j].self_attn, "use_rope", True) for j in layers):
-        raise KvshotError(f"the keys of {target.name} carry another rotation than plain RoPE ({rope}): its keys and "
-                          "values cannot be reused yet; use hidden states")
+def _frequencies(target: Target, layers: tuple[int, ...]) -> tuple[float, ...] | None:
+    """The target's; a drafter that reads no keys of it (`layers`) does with the base where they are something else."""
+    if not all(getattr(target.decoder.layers[j].self_attn, "use_rope", True) for j in layers):
+        raise KvshotError(f"some of the blocks {layers} of {target.name} have keys without positions: choose others")
+    try:
+        return rope_frequencies(target.config)
+    except KvshotError as err:
+        if not layers:
+            return None
+        raise KvshotError(f"the keys and values of {target.name} cannot be reused yet, only its hidden states: "
+                          f"{err}") from err
 
 
 def checked(cls, fields: dict):

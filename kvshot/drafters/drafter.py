@@ -53,7 +53,9 @@ class Drafter(nn.Module):
         """cos, sin [B, N, D/2] of positions [B, N]; angles in float64, so that no position is too long."""
         c, dtype = self.config, self.norm.weight.dtype
         half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=positions.device) / c.head_dim
-        angles = positions[..., None].double() * c.rope_theta**-half
+        given = c.rope_frequencies
+        frequencies = c.rope_theta**-half if given is None else half.new_tensor(given)
+        angles = positions[..., None].double() * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ def warm_start(drafter: Drafter, other: Drafter) -> list[str]:
     All of `other` must find its place. Returns the names of the weights that keep their own start. Raises KvshotError
     when the two do not share vocabulary or shapes, or the drafter has other new weights than a hybrid's.
     """
-    for what in ("hidden_layers", "rope_theta", "norm_eps", "qk_norm", "depth"):
+    for what in ("hidden_layers", "rope_theta", "norm_eps", "qk_norm", "norm_before_residual", "depth",
+                 "rope_frequencies"):
         if getattr(drafter.config, what) != getattr(other.config, what):
             raise KvshotError(f"cannot start from that checkpoint: the two drafters differ in {what} "
                               f"({getattr(drafter.config, what)}, there {getattr(other.config, what)})")

@@ -112,6 +112,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         d = config.hidden_size
         self.takes_state = index == 0 and config.reads_hidden
+        self.norm_before_residual = config.norm_before_residual
         width = 2 * d if self.takes_state else d
         own = config.n_heads, config.n_kv_heads
         cross = config.cross_heads
@@ -133,8 +134,9 @@ class DraftLayer(nn.Module):
 
     def read(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(attention input, residual): embeddings or hidden x [B, N, d], state [B, N, d] for the first layer."""
-        if self.takes_state:  # the residual is the state as it came, not normalised (EAGLE-3)
-            return torch.cat([self.input_layernorm(x), self.hidden_norm(state)], -1), state
+        if self.takes_state:  # EAGLE-3's residual is the state as it came, not normalised
+            normed = self.hidden_norm(state)
+            return torch.cat([self.input_layernorm(x), normed], -1), normed if self.norm_before_residual else state
         return self.input_layernorm(x), x
 
     def forward(self, x: Tensor, state: Tensor | None, rope: Rope, memory: Mapping[str, Keys],

@@ -20,7 +20,7 @@ from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import ConversationCounts
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, Bench
-from kvshot.experiments.profiles import profile
+from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import OfRun, RunRecord, Strict, describe_code, describe_machine, trained_record
 
 OWN_QUERIES, LAST_STATES, ORACLE_QUERIES = "own queries", "the target's last states", "oracle queries"
@@ -109,9 +109,12 @@ def _learned(bench: Bench, drafter: Drafter, n_steps: int, steps: int, batch_tok
     return out
 
 
-def diagnose(bench: Bench, drafter: Drafter, record: RunRecord, *, texts: int = 48, query_steps: int = 200
-             ) -> Diagnosis:
-    """Everything on the held-out conversations; texts: how many of them for the attention."""
+def diagnose(bench: Bench, drafter: Drafter, name: str, *, seed: int = 0, run_created: datetime | None = None,
+             texts: int = 48, query_steps: int = 200) -> Diagnosis:
+    """Everything on the held-out conversations; texts: how many of them for the attention.
+
+    name, seed, run_created: of the experiment's run (the last: now, where there is none).
+    """
     n_steps, target, quiet = bench.profile.train.n_steps, bench.target, bench.quiet
     bench.also.append(drafter.config)
     batch_tokens = bench.profile.train.batch_tokens
@@ -128,12 +131,13 @@ def diagnose(bench: Bench, drafter: Drafter, record: RunRecord, *, texts: int = 
         looked = query_error(drafter, target, pairs, n_steps, quiet=quiet)
         looking = _looking(looked)
         outcomes = [Outcome(branch=b, **row) for b, row in by_outcome(looked).iterrows()]
+    now = datetime.now(UTC)
     return Diagnosis(
-        experiment=record.experiment, profile=record.profile, seed=record.training.seed, run_created=record.created,
+        experiment=name, profile=bench.profile.name, seed=seed, run_created=run_created or now,
         target=bench.target_info(), texts=texts, regimes={name: ConversationCounts.of(h) for name, h in hits.items()},
         drift=drift, looking=looking, outcomes=outcomes, query_steps=query_steps,
         query_tokens=query_steps * batch_tokens, queries=queries,
-        code=describe_code(), machine=describe_machine(target.device), created=datetime.now(UTC))
+        code=describe_code(), machine=describe_machine(target.device), created=now)
 
 
 def _looking(table: pd.DataFrame) -> list[Looking]:
@@ -153,16 +157,36 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     run: a folder of `kvshot train`, or a published checkpoint with its record beside it. Raises KvshotError for
     anything else, and for a run on other data than its profile's.
     """
-    run = Path(run)
-    trained = (run / "best").is_dir()
-    record = trained_record(run / "record.json" if trained else run.with_name(run.name + ".json"))
+    run, trained = Path(run), (Path(run) / "best").is_dir()
+    record = trained_record(run / "record.json" if trained else _record_beside(run))
     bench = Bench(profile(record.profile), device=device, experiments=[record.experiment])
     if bench.data_info() != record.data:
         raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
                           "diagnose a run on the profile's data")
     drafter, _ = load_drafter(run / "best" if trained else run, bench.target)
-    out = diagnose(bench, drafter, record, texts=texts, query_steps=query_steps)
+    out = diagnose(bench, drafter, record.experiment, seed=record.training.seed, run_created=record.created,
+                   texts=texts, query_steps=query_steps)
     path = Path(results) / record.profile / "diagnosis" / f"{record.experiment}-seed{record.training.seed}.json"
     out.save(path)
     return out, path
 
+
+
+def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: str | None = None, texts: int = 48,
+                        query_steps: int = 200) -> tuple[Diagnosis, Path]:
+    """Diagnose a drafter without a run (`kvshot import`) on a profile's data; into `diagnosis.json` in its folder."""
+    folder, bench = Path(folder), Bench(chosen, device=device)
+    drafter, _ = load_drafter(folder, bench.target)
+    out = diagnose(bench, drafter, folder.resolve().name, texts=texts, query_steps=query_steps)
+    out.save(folder / "diagnosis.json")
+    return out, folder / "diagnosis.json"
+
+
+def has_run(folder: str | os.PathLike) -> bool:
+    """Whether a folder is one that `diagnose_run` takes, or nothing at all: no checkpoint without a run."""
+    folder = Path(folder)
+    return not (folder / "config.json").is_file() or _record_beside(folder).exists()
+
+
+def _record_beside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".json")

@@ -64,8 +64,9 @@ PROFILES = {
 }
 
 
-def profile(name: str, data: Path | None = None) -> Profile:
-    """A profile by name, on another corpus folder if `data` is given; KvshotError when there is none."""
+def profile(name: str, data: Path | None = None, target: str | None = None) -> Profile:
+    """A profile by name, with another corpus folder or target if given; KvshotError when there is none."""
     if name not in PROFILES:
         raise KvshotError(f"unknown profile {name!r}: choose {', '.join(PROFILES)}")
-    return PROFILES[name].model_copy(update={"data": data} if data is not None else {})
+    given = {"data": data, "target": target}
+    return PROFILES[name].model_copy(update={k: v for k, v in given.items() if v is not None})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshot.errors import KvshotError
+from kvshot.targets.rope import rope_parameters
 
 
 @dataclass(eq=False)
@@ -86,9 +87,7 @@ class Target:
     @property
     def rope_theta(self) -> float:
         """Base of the rotary frequencies of the full-attention layers."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)
-        return float(rope.get("rope_theta") or getattr(self.config, "rope_theta", None) or 1e4)
+        return float(rope_parameters(self.config).get("rope_theta") or getattr(self.config, "rope_theta", None) or 1e4)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from kvshot.analysis import target_as_drafter
 from kvshot.data import DraftVocab
 from kvshot.drafters import DrafterConfig, Given, new_drafter, warm_start
 from kvshot.drafters.layers import rotate
@@ -168,11 +169,28 @@ def test_the_last_state_is_not_normalised_twice(llama, vocab):
     torch.testing.assert_close(ours.argmax(-1), llama.model(ids).logits.argmax(-1))
 
 
-def test_keys_with_another_rotation_are_refused(llama):
-    scaled = make_target("Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(KvshotError, match="another rotation than plain RoPE"):
-        DrafterConfig.for_target(scaled, draft_vocab_size=V, **EVERY)
-    assert DrafterConfig.for_target(scaled, draft_vocab_size=V, hidden_layers=(1, 2)).reads_hidden
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
+def test_keys_with_scaled_rotation_are_turned_as_the_target_turns_them(rope):
+    """The drafter of all blocks is the target; with the base alone it is not."""
+    scaled = make_target("Llama", rope_parameters=rope)
+    ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(0))
+    assert target_as_drafter(scaled, ids, 3)["largest difference"].max() < 1e-4
+    drafter = DrafterConfig.for_target(scaled, draft_vocab_size=V, **EVERY)
+    assert len(drafter.rope_frequencies) == scaled.head_dim // 2
+    assert DrafterConfig.for_target(make_target("Llama"), draft_vocab_size=V, **EVERY).rope_frequencies is None
+
+
+def test_keys_with_another_rotation_are_refused():
+    yarn = make_target("Llama", rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32})
+    with pytest.raises(KvshotError, match="cannot be reused yet"):
+        DrafterConfig.for_target(yarn, draft_vocab_size=V, **EVERY)
+    assert DrafterConfig.for_target(yarn, draft_vocab_size=V, hidden_layers=(1, 2)).rope_frequencies is None
 
 
 def test_warm_starts_want_the_same_vocabulary():
