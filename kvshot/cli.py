@@ -14,6 +14,7 @@ from rich.table import Table
 from kvshot.allocator import restart_with_settings
 from kvshot.cli_data import console, data
 from kvshot.errors import KvshotError
+from kvshot.fileio import require_new
 
 # the base of its usage errors; newer versions of typer carry a click of their own, older ones import it
 ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -135,7 +136,8 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="folder that `kvshot train` or `kvshot import` wrote, or a published "
                                              "checkpoint")],
     results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
-    profile: Annotated[str, typer.Option("--profile", "-p", help="for an imported drafter: on whose data")] = "laptop",
+    profile: Annotated[Optional[str], typer.Option("--profile", "-p", help="of an imported drafter: on whose data; "  # noqa: UP045
+                                                   "default: laptop")] = None,
     data: DataOption = None,
     target: TargetOption = None,
     texts: Annotated[int, typer.Option(min=2, help="held-out conversations whose attention is compared")] = 48,
@@ -144,12 +146,17 @@ def diagnose(
 ) -> None:
     """Why does this drafter decay? True states in place of its own, where it looks, what better queries are worth."""
     from kvshot.evaluation.metrics import pool
-    from kvshot.experiments.diagnosis import diagnose_checkpoint, diagnose_run, has_run
+    from kvshot.experiments.diagnosis import diagnose_checkpoint, diagnose_run, record_of
     from kvshot.experiments.profiles import profile as find
 
     how = {"device": device, "texts": texts, "query_steps": query_steps}
-    record, path = diagnose_run(run, results, **how) if has_run(run) else diagnose_checkpoint(
-        run, find(profile, data, target), **how)
+    if not (run / "config.json").exists() or record_of(run).exists():
+        if profile or data or target:
+            raise KvshotError(f"{run} is a run and is diagnosed on its own profile's data: leave out --profile, --data "
+                              "and --target")
+        record, path = diagnose_run(run, results, **how)
+    else:
+        record, path = diagnose_checkpoint(run, find(profile or "laptop", data, target), **how)
     for name, counts in (record.regimes | record.queries).items():
         measured = pool([counts], n_boot=2)
         console.print(f"{name}: alpha {measured.alpha[0]:.3f} to {measured.alpha[-1]:.3f}, "
@@ -169,17 +176,21 @@ def import_(
                                                              "2,16,29, where the checkpoint does not say")] = None,
     rope_theta: Annotated[Optional[float], typer.Option(min=1, help="in place of what it says; EAGLE trained with "  # noqa: UP045
                                                                    "10000")] = None,
+    ignore_window: Annotated[bool, typer.Option(help="take one that attends within a window as if it attended to all: "
+                                                "right for texts that are no longer")] = False,
 ) -> None:
     """Take over an EAGLE-3 drafter of another project: then evaluate it, diagnose it, decode with it."""
     from kvshot.drafters import load_eagle3, save_drafter
     from kvshot.targets import load_target
 
+    require_new(out)
     try:
         layers = [int(i) for i in hidden_layers.split(",")] if hidden_layers else None
     except ValueError:
         raise KvshotError(f"--hidden-layers {hidden_layers} is no list like 2,16,29") from None
     loaded = load_target(target, device="cpu")
-    drafter, vocab = load_eagle3(checkpoint, loaded, hidden_layers=layers, rope_theta=rope_theta)
+    drafter, vocab = load_eagle3(checkpoint, loaded, hidden_layers=layers, rope_theta=rope_theta,
+                                 ignore_window=ignore_window)
     save_drafter(out, drafter, vocab, loaded)
     console.print(f"{out}: reads states {drafter.config.hidden_layers} (blocks applied), {len(vocab)} draft tokens")
 
@@ -194,6 +205,7 @@ def export(
     from kvshot.drafters import load_drafter, save_speculators, target_of
     from kvshot.targets import load_target
 
+    require_new(out)
     target = load_target(target_of(checkpoint), device="cpu")
     save_speculators(out, *load_drafter(checkpoint, target), target, verifier=verifier)
     console.print(f"{out}")

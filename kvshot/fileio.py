@@ -72,6 +72,13 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def require_new(folder: str | os.PathLike) -> None:
+    """Raise KvshotError where a command would replace what a user has there: `folder` may be absent or empty."""
+    folder = Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise KvshotError(f"{folder} exists already: name a new folder")
+
+
 def sha256_file(path: str | os.PathLike) -> str:
     """Hex sha256 of a file's bytes."""
     with open(path, "rb") as f:

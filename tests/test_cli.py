@@ -81,6 +81,8 @@ def test_train_evaluate_show(place):
     assert "held_out" in kvshot(place, "evaluate", "mine", "-p", "smoke", "--target", "smoke", "--device", "cpu")
     assert "mine/diagnosis.json" in kvshot(place, "diagnose", "mine", "-p", "smoke", *few)
     assert Diagnosis.load(place / "mine/diagnosis.json").experiment == "mine"
+    assert "exists already" in kvshot(place, "export", "run/best", "mine", ok=False)
+    assert "is a run" in kvshot(place, "diagnose", "run", "-p", "smoke", ok=False)
     wrong = kvshot(place, "import", "served", "x", "--target", "smoke", "--hidden-layers", "a", ok=False)
     assert "no list like" in wrong
     assert load_probes(place / "results/smoke/probes/eagle3-seed0.csv.xz").index.max() == 40

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvshot.errors import KvshotError
 from kvshot.targets import Target
-from kvshot.targets.rope import rope_frequencies
+from kvshot.targets.rope import rope_frequencies, rope_parameters
 
 
 class DrafterConfig(BaseModel):
@@ -116,13 +116,21 @@ class DrafterConfig(BaseModel):
             "target_vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
         }
         config = checked(cls, {**shape, **choices})
-        return config.model_copy(update={"rope_frequencies": _frequencies(target, config.kv_needed)})
+        if config.kv_needed and (config.rope_theta != target.rope_theta or config.rope_frequencies):
+            raise KvshotError("a drafter that reads the target's keys turns them as the target does: give no RoPE")
+        if "rope_theta" in choices or "rope_frequencies" in choices:
+            return config
+        frequencies = _frequencies(target, config.kv_needed)
+        return checked(cls, {**shape, **choices, "rope_frequencies": frequencies})
 
 
 def _frequencies(target: Target, layers: tuple[int, ...]) -> tuple[float, ...] | None:
     """The target's; a drafter that reads no keys of it (`layers`) does with the base where they are something else."""
     if not all(getattr(target.decoder.layers[j].self_attn, "use_rope", True) for j in layers):
         raise KvshotError(f"some of the blocks {layers} of {target.name} have keys without positions: choose others")
+    if any(rope_parameters(target.config, target.layer_types[j]) != rope_parameters(target.config) for j in layers):
+        raise KvshotError(f"some of the blocks {layers} of {target.name} have another rotation than its full-attention "
+                          "ones: choose full-attention blocks")
     try:
         return rope_frequencies(target.config)
     except KvshotError as err:

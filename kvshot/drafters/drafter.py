@@ -48,14 +48,17 @@ class Drafter(nn.Module):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("vocab_ids", vocab_ids, persistent=False)
         self.attention = BACKENDS["dense"]
+        self.frequencies: dict[torch.device, Tensor] = {}  # no buffer: that would follow the weights' dtype
 
     def rope(self, positions: Tensor) -> Rope:
         """cos, sin [B, N, D/2] of positions [B, N]; angles in float64, so that no position is too long."""
         c, dtype = self.config, self.norm.weight.dtype
-        half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=positions.device) / c.head_dim
-        given = c.rope_frequencies
-        frequencies = c.rope_theta**-half if given is None else half.new_tensor(given)
-        angles = positions[..., None].double() * frequencies
+        device = positions.device
+        if device not in self.frequencies:
+            half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=device) / c.head_dim
+            given = c.rope_frequencies
+            self.frequencies[device] = c.rope_theta**-half if given is None else half.new_tensor(given)
+        angles = positions[..., None].double() * self.frequencies[device]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:

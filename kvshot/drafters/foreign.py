@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -29,34 +27,39 @@ SPECULATORS = "0.9.0"  # the version whose format is written
 
 
 def load_eagle3(folder: str | os.PathLike, target: Target, *, hidden_layers: Sequence[int] | None = None,
-                rope_theta: float | None = None) -> tuple[Drafter, DraftVocab]:
+                rope_theta: float | None = None, ignore_window: bool = False) -> tuple[Drafter, DraftVocab]:
     """A drafter that EAGLE, SpecForge or speculators trained for this target, as `load_drafter` gives one.
 
     hidden_layers: HF indices (blocks applied) of the fused states, where the checkpoint does not say or says it
     wrongly; rope_theta: a plain base in place of what it says (EAGLE's own training used 10000 whatever its
-    configuration said). Raises KvshotError for another kind of checkpoint, a variant that this library does not have,
-    a damaged or incomplete one, and one for a target of other shapes.
+    configuration said); ignore_window: read one that attends within a window as if it attended to all before. Raises
+    KvshotError for another kind of checkpoint, a variant that this library does not have, a damaged or incomplete one,
+    and one for a target of other shapes.
     """
     folder = Path(folder)
     about, tensors = _read(folder)
-    layer, stated = _layer_and_states(about, folder)
-    odd = [name for name in UNKNOWN if layer.get(name) or about.get(name)]
-    if odd or layer.get("hidden_act", "silu") != "silu":
-        raise KvshotError(f"{folder} is an EAGLE-3 variant with {', '.join(odd) or layer['hidden_act']}, which kvshot "
-                          "does not have: use a plain one")
-    states = tuple(hidden_layers or stated or ())
-    if not states:
-        raise KvshotError(f"{folder} does not say which hidden states it reads: give hidden layers (EAGLE's own code "
-                          f"uses {', '.join(map(str, target.default_hidden_layers))}); a wrong guess costs acceptance "
-                          "and nothing else tells")
-    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()
-               if not name.startswith("verifier_")}
-    vocab = _vocab(tensors, target)
-    _check_embedding(tensors.pop("embed_tokens.weight", None), target, folder)
-    config = _config(about, layer, target, states, len(vocab), rope_theta)
+    try:
+        layer, stated = _layer_and_states(about, folder)
+        _refuse_variants(layer, folder, ignore_window)
+        states = _states(hidden_layers or stated, target, folder)
+        tensors = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()
+                   if not name.startswith("verifier_")}
+        vocab = _vocab(tensors, target)
+        _check_embedding(tensors.pop("embed_tokens.weight", None), target, folder)
+        qk_norm = any(name.endswith("q_norm.weight") for name in tensors)
+        config = _config(layer, target, rope_theta, hidden_layers=states, draft_vocab_size=len(vocab), qk_norm=qk_norm)
+    except KvshotError:
+        raise
+    except Exception as err:  # whatever a strange configuration makes of the lines above
+        raise KvshotError(f"{folder}/config.json is not understood ({type(err).__name__}: {_first_line(err)}): give an "
+                          "intact EAGLE-3 checkpoint") from err
     drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
     load_strictly(drafter, tensors, folder)
     return drafter.to(target.device).eval(), vocab
+
+
+def _first_line(err: Exception) -> str:
+    return str(err).strip().split("\n")[0]
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -67,28 +70,68 @@ def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(weights) if weights.suffix == ".safetensors" else torch.load(
             weights, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as err:
-        raise KvshotError(f"{folder} is damaged ({err}): fetch it again") from err
-    if not isinstance(about, dict) or not isinstance(tensors, dict):
+    except Exception as err:  # half a pickle raises nearly anything
+        raise KvshotError(f"{folder} is damaged ({type(err).__name__}): fetch it again") from err
+    if not isinstance(about, dict) or not isinstance(tensors, dict) or not all(
+            isinstance(t, Tensor) for t in tensors.values()):
         raise KvshotError(f"{folder} is no drafter checkpoint: give the folder of one")
     return about, tensors
 
 
 def _layer_and_states(about: dict, folder: Path) -> tuple[dict, list[int] | None]:
-    """The configuration of the decoder layer, and the HF indices of the states it reads where they are stated.
+    """All that is said of the drafter in one dict, and the HF indices of the states it reads where they are stated.
 
-    speculators counts blocks applied. EAGLE's format is found with block outputs (1 first: one less) and with blocks
-    applied (2 first), and nothing but that tells them apart.
+    speculators counts blocks applied. In EAGLE's format are found block outputs (1 first: one less) and blocks applied
+    (2 first), and nothing but that tells them apart.
     """
     kind = about.get("speculators_model_type")
     if kind == "eagle3":
-        return about["transformer_layer_config"], about.get("eagle_aux_hidden_state_layer_ids")
+        layer = about["transformer_layer_config"]
+        if layer.get("model_type") not in ("llama", "qwen3") or "norm_before_residual" not in about:
+            raise KvshotError(f"{folder} does not say whether it is a llama or qwen3 layer, or what its residual is "
+                              "(norm_before_residual; vLLM and speculators guess differently): write it there")
+        return {**layer, **about}, about.get("eagle_aux_hidden_state_layer_ids")
     if kind is not None or "draft_vocab_size" not in about:
         raise KvshotError(f"{folder} holds {kind or 'no EAGLE-3 drafter'}: give an EAGLE-3 checkpoint of EAGLE, "
                           "SpecForge or speculators")
-    nested = about.get("eagle_config") or {}
-    stated = nested.get("eagle_aux_hidden_state_layer_ids") or about.get("eagle_aux_hidden_state_layer_ids")
-    return {**about, **nested}, [i + 1 for i in stated] if stated and stated[0] == 1 else stated
+    layer = {**about, **(about.get("eagle_config") or {})}
+    stated = layer.get("eagle_aux_hidden_state_layer_ids")
+    if stated and stated[0] not in (1, 2):
+        raise KvshotError(f"{folder} reads the layers {stated}, which are outputs of blocks or their inputs: give "
+                          "hidden layers (blocks applied: i + 1 for the output of block i)")
+    return layer, [i + 1 for i in stated] if stated and stated[0] == 1 else stated
+
+
+def _refuse_variants(layer: Mapping, folder: Path, ignore_window: bool) -> None:
+    odd = [name for name in UNKNOWN if layer.get(name)]
+    if layer.get("hidden_act", "silu") != "silu":
+        odd.append(str(layer["hidden_act"]))
+    rope = layer.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        odd.append("several rotations")
+    if odd:
+        raise KvshotError(f"{folder} is an EAGLE-3 variant with {', '.join(odd)}, which kvshot does not have: use a "
+                          "plain one")
+    windows = "sliding_attention" in (layer.get("layer_types") or ()) or layer.get("use_sliding_window")
+    if windows and not ignore_window:
+        raise KvshotError(f"{folder} attends within a window of {layer.get('sliding_window')} tokens: import it with "
+                          "ignore_window for texts that are no longer")
+
+
+def _states(stated: Sequence[int] | None, target: Target, folder: Path) -> tuple[int, ...]:
+    if not stated:
+        raise KvshotError(f"{folder} does not say which hidden states it reads: give hidden layers (EAGLE's own code "
+                          f"uses {', '.join(map(str, target.default_hidden_layers))}); a wrong guess costs acceptance "
+                          "and nothing else tells")
+    _check_states(stated, target)
+    return tuple(stated)
+
+
+def _check_states(states: Sequence[int], target: Target) -> None:
+    """The last state is one thing here (behind the final norm) and another there (before it)."""
+    if not all(0 <= i < target.n_layers for i in states):
+        raise KvshotError(f"hidden layers {list(states)} of a target with {target.n_layers} blocks: only states between"
+                          " blocks mean the same in both formats")
 
 
 def _vocab(tensors: dict[str, Tensor], target: Target) -> DraftVocab:
@@ -107,25 +150,24 @@ def _check_embedding(theirs: Tensor | None, target: Target, folder: Path) -> Non
                           "kvshot's drafters share the target's")
 
 
-def _config(about: Mapping, layer: Mapping, target: Target, states: tuple[int, ...], draft_vocab_size: int,
-            rope_theta: float | None) -> DrafterConfig:
+def _config(layer: Mapping, target: Target, rope_theta: float | None, **found) -> DrafterConfig:
     width = layer["hidden_size"]
-    if width != target.hidden_size or about.get("target_hidden_size") not in (None, width):
+    if width != target.hidden_size or layer.get("target_hidden_size") not in (None, width):
         raise KvshotError(f"the drafter is {width} wide, target {target.name} {target.hidden_size}: load the target it "
                           "was made for (drafters of another width than their target's are not supported)")
-    names = ("hidden_size", "num_attention_heads", "head_dim", "rope_parameters", "rope_scaling", "rope_theta",
-             "max_position_embeddings")
-    given = LlamaConfig(**{name: layer[name] for name in names if layer.get(name) is not None})
     heads = layer["num_attention_heads"]
+    head_dim = layer.get("head_dim") or width // heads
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    given = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim,
+                        **{name: layer[name] for name in names if layer.get(name) is not None})
     return checked(DrafterConfig, {
-        "hidden_layers": states, "depth": layer.get("num_hidden_layers", 1), "hidden_size": width,
+        "depth": layer.get("num_hidden_layers", 1), "hidden_size": width,
         "intermediate_size": layer["intermediate_size"], "n_heads": heads,
-        "n_kv_heads": layer.get("num_key_value_heads") or heads, "head_dim": layer.get("head_dim") or width // heads,
-        "norm_eps": layer.get("rms_norm_eps", 1e-6), "qk_norm": layer.get("model_type") == "qwen3",
-        "norm_before_residual": bool(about.get("norm_before_residual")),
+        "n_kv_heads": layer.get("num_key_value_heads") or heads, "head_dim": head_dim,
+        "norm_eps": layer.get("rms_norm_eps", 1e-6), "norm_before_residual": bool(layer.get("norm_before_residual")),
         "rope_theta": rope_theta or rope_parameters(given).get("rope_theta", 1e4),
         "rope_frequencies": None if rope_theta else rope_frequencies(given),
-        "target_vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size})
+        "target_vocab_size": target.vocab_size, **found})
 
 
 def save_speculators(folder: str | os.PathLike, drafter: Drafter, vocab: DraftVocab, target: Target, *,
@@ -140,9 +182,12 @@ def save_speculators(folder: str | os.PathLike, drafter: Drafter, vocab: DraftVo
     if c.memory != "own" or not c.reads_hidden:
         raise KvshotError("only a drafter that reads hidden states and remembers its own keys (EAGLE-3) has a place in "
                           "that format: export one of those")
+    _check_states(c.hidden_layers, target)
     rope: dict = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_frequencies is not None:
         rope = dict(rope_parameters(target.config))
+        if rope_frequencies(target.config) != c.rope_frequencies:
+            raise KvshotError("the drafter has a scaled RoPE that is not its target's: this cannot be exported yet")
     layer = {
         "model_type": "qwen3" if c.qk_norm else "llama", "hidden_act": "silu",
         "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "num_hidden_layers": c.depth,

@@ -21,7 +21,15 @@ from kvshot.evaluation.metrics import ConversationCounts
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, Bench
 from kvshot.experiments.profiles import Profile, profile
-from kvshot.experiments.record import OfRun, RunRecord, Strict, describe_code, describe_machine, trained_record
+from kvshot.experiments.record import (
+    DataInfo,
+    OfRun,
+    RunRecord,
+    Strict,
+    describe_code,
+    describe_machine,
+    trained_record,
+)
 
 OWN_QUERIES, LAST_STATES, ORACLE_QUERIES = "own queries", "the target's last states", "oracle queries"
 
@@ -65,13 +73,15 @@ class Outcome(Strict):
 class Diagnosis(OfRun):
     """One trained drafter.
 
-    regimes: by intervention; drift: None for a drafter without states; looking, outcomes: empty for one without a
-    memory of the prefix; queries: after `query_steps` steps in which only the queries learned, from what they have,
-    from the target's states at the last verified position as well, or from those at the future one (`OracleQueries`).
+    data: None where it was not noted; regimes: by intervention; drift: None for a drafter without states; looking,
+    outcomes: empty for one without a memory of the prefix; queries: after `query_steps` steps in which only the queries
+    learned, from what they have, from the target's states at the last verified position as well, or from those at the
+    future one (`OracleQueries`).
     """
 
     KIND, REMEDY = "diagnosis", "make it again with `kvshot diagnose`"
 
+    data: DataInfo | None = None
     texts: PositiveInt
     regimes: dict[str, ConversationCounts]
     drift: list[Drift] | None
@@ -113,8 +123,11 @@ def diagnose(bench: Bench, drafter: Drafter, name: str, *, seed: int = 0, run_cr
              texts: int = 48, query_steps: int = 200) -> Diagnosis:
     """Everything on the held-out conversations; texts: how many of them for the attention.
 
-    name, seed, run_created: of the experiment's run (the last: now, where there is none).
+    name, seed, run_created: of the experiment's run (the last: now, where there is none). Raises KvshotError for data
+    without held-out conversations.
     """
+    if "held_out" not in bench.conversations:
+        raise KvshotError("the data has no split held_out to diagnose on: add one, or choose another corpus")
     n_steps, target, quiet = bench.profile.train.n_steps, bench.target, bench.quiet
     bench.also.append(drafter.config)
     batch_tokens = bench.profile.train.batch_tokens
@@ -133,7 +146,7 @@ def diagnose(bench: Bench, drafter: Drafter, name: str, *, seed: int = 0, run_cr
         outcomes = [Outcome(branch=b, **row) for b, row in by_outcome(looked).iterrows()]
     now = datetime.now(UTC)
     return Diagnosis(
-        experiment=name, profile=bench.profile.name, seed=seed, run_created=run_created or now,
+        experiment=name, profile=bench.profile.name, seed=seed, run_created=run_created or now, data=bench.data_info(),
         target=bench.target_info(), texts=texts, regimes={name: ConversationCounts.of(h) for name, h in hits.items()},
         drift=drift, looking=looking, outcomes=outcomes, query_steps=query_steps,
         query_tokens=query_steps * batch_tokens, queries=queries,
@@ -157,8 +170,8 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     run: a folder of `kvshot train`, or a published checkpoint with its record beside it. Raises KvshotError for
     anything else, and for a run on other data than its profile's.
     """
-    run, trained = Path(run), (Path(run) / "best").is_dir()
-    record = trained_record(run / "record.json" if trained else _record_beside(run))
+    run = Path(run)
+    record, trained = trained_record(record_of(run)), (run / "best").is_dir()
     bench = Bench(profile(record.profile), device=device, experiments=[record.experiment])
     if bench.data_info() != record.data:
         raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
@@ -182,11 +195,9 @@ def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: s
     return out, folder / "diagnosis.json"
 
 
-def has_run(folder: str | os.PathLike) -> bool:
-    """Whether a folder is one that `diagnose_run` takes, or nothing at all: no checkpoint without a run."""
-    folder = Path(folder)
-    return not (folder / "config.json").is_file() or _record_beside(folder).exists()
-
-
-def _record_beside(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".json")
+def record_of(run: str | os.PathLike) -> Path:
+    """Where the record of a run lies: in its folder, or beside its published checkpoint."""
+    run = Path(run).resolve()
+    in_run = run.name == "best" and (run.parent / "record.json").exists()
+    return run.parent / "record.json" if in_run else run / "record.json" if (run / "best").is_dir() else \
+        run.with_name(run.name + ".json")

@@ -31,6 +31,7 @@ from kvshot.experiments.record import (
 from kvshot.experiments.registry import experiment
 from kvshot.fileio import atomic_file, cache_dir, exclusive
 from kvshot.targets import Target, load_target
+from kvshot.targets.loading import resolve_device
 from kvshot.training.masks import supervised_columns
 from kvshot.training.probes import save_probes
 from kvshot.training.trainer import Progress, TrainConfig, Trainer, processes
@@ -98,8 +99,10 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
 
     Under torchrun or `accelerate launch` the processes share every batch; the first of them reports and writes.
     """
-    folder, group = Path(folder), processes(bench.target.device)
+    folder, group = Path(folder), processes(resolve_device(bench.device))
     bench.quiet |= not group.is_main_process
+    with group.main_process_first():
+        bench.target.weights_sha256  # noqa: B018  the others find it unpacked
     done = train(bench, name, folder, config, start=start)
     with group.main_process_first():
         for domain in bench.domains:

@@ -44,7 +44,7 @@ def load_target(name: str, *, dtype: torch.dtype | str | None = None, device: st
     smoke target: float32 unless asked). device: by default "cuda" if there is one, else "cpu".
     Raises KvshotError when the name is unknown or the weights cannot be had, read or stored.
     """
-    device = _device(device)
+    device = resolve_device(device)
     dtype = _dtype(dtype, name, device)
     if name == "smoke":
         model = smoke_model()
@@ -73,7 +73,7 @@ def _target_folder(name: str, *, weights: bool = True) -> Path:
     return _smollm2_folder() if name == "smollm2-135m" else _resolve(name, weights=weights)
 
 
-def _device(device: str | None) -> torch.device:
+def resolve_device(device: str | None) -> torch.device:
     try:
         # under `accelerate launch` each process has a GPU of its own
         gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"

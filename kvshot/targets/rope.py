@@ -11,10 +11,10 @@ from kvshot.errors import KvshotError
 STATIC = ("linear", "llama3")  # other frequencies, the same for every length
 
 
-def rope_parameters(config: PretrainedConfig) -> dict:
-    """Those of the full-attention layers."""
+def rope_parameters(config: PretrainedConfig, layer_type: str = "full_attention") -> dict:
+    """Those of the layers of this type."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("full_attention", rope)
+    return rope.get(layer_type, rope)
 
 
 def rope_frequencies(config: PretrainedConfig) -> tuple[float, ...] | None:

@@ -44,8 +44,9 @@ class Probes:
     In a close step, means over layers: `rank.<branch>.<p>`, the effective rank of that gradient; `rows.<branch>.<p>`,
     how many rows (a column's step, or an entry of the prefix memory) contribute to it, and `shared.<branch>.<p>`, how
     many do so in effect (`participation`); and `gate.bin.<i>`, how many dimensions have a mean gate in
-    [i / 20, (i + 1) / 20). All on this process's batch, of the columns that were drawn, and as the optimizer gets it
-    but for the clipping: with the factor `kv_gradient` where there is one.
+    [i / 20, (i + 1) / 20). Of the columns that were drawn, gradients as the optimizer gets them but for the clipping:
+    with the factor `kv_gradient` where there is one. Of several processes each sees the gradients of the whole batch,
+    and gates and rows of its own part.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -10,16 +10,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import DistributedType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvshot.data import DraftVocab
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
+from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
@@ -113,7 +115,8 @@ def processes(device: torch.device) -> PartialState:
     """Who trains: this process, or all that a launcher (torchrun, accelerate) started, one on each device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return PartialState(cpu=device.type == "cpu")
+    # the others wait for the first one's capture, which takes longer than a hung collective is given by default
+    return PartialState(cpu=device.type == "cpu", timeout=timedelta(days=1))
 
 
 def _accelerator(device: torch.device) -> Accelerator:
@@ -131,6 +134,14 @@ def _accelerator(device: torch.device) -> Accelerator:
         raise KvshotError(f"the target is on {device}, training would run on {accelerator.device}: start a new "
                           "process, or load the target there")
     return accelerator
+
+
+def _same_drafter(one: dict, other: dict) -> bool:
+    """Also where one was written before some field of today existed."""
+    try:
+        return DrafterConfig(**one) == DrafterConfig(**other)
+    except ValidationError:
+        return False
 
 
 class Trainer:
@@ -163,6 +174,9 @@ class Trainer:
         Raises KvshotError when the loss is not finite, or `last.pt` belongs to another recipe.
         """
         self._resume()
+        steps = self.accelerator.gather(torch.tensor([self.done.step], device=self.accelerator.device))
+        if steps.min() != steps.max():
+            raise KvshotError(f"the processes found different steps in {self.folder}: give them one shared folder")
         config, state = self.config, self.done
         until = config.steps if until is None else until
         batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step)
@@ -274,7 +288,7 @@ class Trainer:
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as err:
             raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
         for what, now in self._belongs().items():
-            if belongs[what] != now:
+            if belongs[what] != now and not (what == "drafter" and _same_drafter(belongs[what], now)):
                 raise KvshotError(f"{path} belongs to another recipe (its {what} differs): use another folder or "
                                   "delete it")
         self.drafter.load_state_dict(saved["drafter"])

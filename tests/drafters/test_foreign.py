@@ -87,6 +87,17 @@ def without(name):
     (lambda a: a["transformer_layer_config"].update(hidden_act="gelu"), None, "variant with gelu"),
     (lambda a: a.update(speculators_model_type="dflash"), None, "holds dflash"),
     (lambda a: a.update(target_hidden_size=99), None, "load the target it was made for"),
+    (lambda a: a.pop("norm_before_residual"), None, "what its residual is"),
+    (lambda a: a["transformer_layer_config"].update(model_type="gemma3_text"), None, "llama or qwen3"),
+    (lambda a: a["transformer_layer_config"].update(layer_types=["sliding_attention"], sliding_window=8), None,
+     "within a window of 8 tokens"),
+    (lambda a: a["transformer_layer_config"].update(partial_rotary_factor=0.5), None, "another rotation"),
+    (lambda a: a["transformer_layer_config"].update(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), None,
+     "several rotations"),
+    (lambda a: a.update(eagle_aux_hidden_state_layer_ids=[2, 3, 99]), None, "only states between blocks"),
+    (lambda a: a.update(eagle_aux_hidden_state_layer_ids=5), None, "is not understood"),
+    (lambda a: a.pop("transformer_layer_config"), None, "is not understood .KeyError"),
+    (lambda a: a["transformer_layer_config"].pop("intermediate_size"), None, "is not understood .KeyError"),
     (lambda a: a["transformer_layer_config"]["rope_parameters"].update(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=32), None, "another rotation"),
     (lambda a: None, without("norm.weight"), "norm.weight is missing"),
@@ -97,7 +108,29 @@ def without(name):
 def test_what_does_not_fit_is_refused(target, exported, change, tensors, message):
     _, _, folder = exported
     rewrite(folder, change, tensors)
-    with pytest.raises(KvshotError, match=message):
+    with pytest.raises(KvshotError, match=message) as caught:
+        load_eagle3(folder, target)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_can_be_ignored(target, exported):
+    drafter, _, folder = exported
+    rewrite(folder, lambda a: a["transformer_layer_config"].update(layer_types=["sliding_attention"], sliding_window=8))
+    assert load_eagle3(folder, target, ignore_window=True)[0].config == drafter.config
+
+
+def test_in_eagles_format_flags_may_be_nested_and_layers_must_be_told_apart(target, exported):
+    _, _, folder = exported
+
+    def flat(about):
+        layer = about.pop("transformer_layer_config")
+        about.pop("speculators_model_type"), about.pop("eagle_aux_hidden_state_layer_ids")
+        about.update(layer, eagle_config={"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]})
+
+    rewrite(folder, flat)
+    assert load_eagle3(folder, target)[0].config.norm_before_residual
+    rewrite(folder, lambda a: a["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[3, 4, 5]))
+    with pytest.raises(KvshotError, match="outputs of blocks or their inputs"):
         load_eagle3(folder, target)
 
 
@@ -108,6 +141,11 @@ def test_damaged_and_foreign_folders_are_refused(target, exported, tmp_path):
     (folder / "model.safetensors").write_bytes(b"half")
     with pytest.raises(KvshotError, match="is damaged"):
         load_eagle3(folder, target)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"half")
+    with pytest.raises(KvshotError, match="is damaged") as caught:
+        load_eagle3(folder, target)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("choices", [{}, dict(hidden_layers=(1, 2), memory="none"), dict(
@@ -118,3 +156,14 @@ def test_only_eagle3_goes_out(target, tmp_path, choices):
     with pytest.raises(KvshotError, match="only a drafter that reads hidden states"):
         save_speculators(tmp_path / "out", new_drafter(target, config, vocab, seed=0), vocab, target)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("choices", "message"), [
+    (dict(hidden_layers=(7,)), "only states between blocks"),
+    (dict(hidden_layers=(1, 2, 4), rope_frequencies=(1.0,) * 8), "a scaled RoPE that is not its target's"),
+])
+def test_what_would_mean_something_else_there_stays(target, tmp_path, choices, message):
+    config = DrafterConfig.for_target(target, draft_vocab_size=V_D, **choices)
+    vocab = DraftVocab(torch.arange(V_D), target.vocab_size)
+    with pytest.raises(KvshotError, match=message):
+        save_speculators(tmp_path / "out", new_drafter(target, config, vocab, seed=0), vocab, target)

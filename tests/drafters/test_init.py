@@ -26,7 +26,7 @@ EVERY = dict(memory="target", kv_layers=(0, 1, 2, 3), depth=4, per_layer=True, i
 def make_target(family: str, **more) -> Target:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE, **more)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # all ones would hide which norm is which
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -175,7 +175,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("rope", [LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
-def test_keys_with_scaled_rotation_are_turned_as_the_target_turns_them(rope):
+def test_keys_with_scaled_rotation_are_turned_as_the_target_turns_them(rope, monkeypatch):
     """The drafter of all blocks is the target; with the base alone it is not."""
     scaled = make_target("Llama", rope_parameters=rope)
     ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -183,6 +183,20 @@ def test_keys_with_scaled_rotation_are_turned_as_the_target_turns_them(rope):
     drafter = DrafterConfig.for_target(scaled, draft_vocab_size=V, **EVERY)
     assert len(drafter.rope_frequencies) == scaled.head_dim // 2
     assert DrafterConfig.for_target(make_target("Llama"), draft_vocab_size=V, **EVERY).rope_frequencies is None
+    monkeypatch.setattr("kvshot.drafters.config.rope_frequencies", lambda config: None)
+    assert target_as_drafter(scaled, ids, 3)["largest difference"].max() > 1e-2
+    with pytest.raises(KvshotError, match="give no RoPE"):
+        DrafterConfig.for_target(scaled, draft_vocab_size=V, rope_theta=7.0, **EVERY)
+
+
+def test_blocks_that_turn_their_keys_otherwise_are_refused():
+    """Gemma 3's windows have a base of their own."""
+    full, sliding = ({"rope_type": "default", "rope_theta": theta} for theta in (1e6, 1e4))
+    gemma = make_target("Gemma3Text", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
+                        rope_parameters={"full_attention": full, "sliding_attention": sliding})
+    assert DrafterConfig.for_target(gemma, draft_vocab_size=V, **{**EVERY, "kv_layers": (1, 3), "depth": 2})
+    with pytest.raises(KvshotError, match="choose full-attention blocks"):
+        DrafterConfig.for_target(gemma, draft_vocab_size=V, **{**EVERY, "kv_layers": (0, 1), "depth": 2})
 
 
 def test_keys_with_another_rotation_are_refused():

@@ -15,14 +15,15 @@ from kvshot.experiments.run import recipe
 
 # every kind of drafter: torch refuses to share one of which a parameter gets no gradient
 NAMES = ("eagle3", "mtp", "kv-only-2", "hybrid-random", "cross-only-random", "no-prefix-attention", "no-target-info")
-# batches of two sequences, too: the third process has no part in them
-RECIPE = {"steps": 3, "eval_every": 3, "batch_tokens": 260, "columns_per_sequence": None}
+RECIPE = {"steps": 3, "eval_every": 3, "columns_per_sequence": None}
+# batches of about five sequences, shared unevenly; and of two: the third process has no part in them
+RUNS = [(name, 640) for name in NAMES] + [("eagle3", 260)]
 
 
 def train_all(folder: Path) -> None:
-    for name in NAMES:
+    for name, tokens in RUNS:
         bench = Bench(profile("smoke"), experiments=[name], device="cpu", quiet=True)
-        train(bench, name, folder / name, recipe(bench.profile, name, **RECIPE))
+        train(bench, name, folder / f"{name}-{tokens}", recipe(bench.profile, name, batch_tokens=tokens, **RECIPE))
 
 
 @pytest.mark.slow
@@ -31,8 +32,9 @@ def test_three_processes_train_what_one_trains(tmp_path):
     train_all(alone)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", __file__,
                     str(shared)], check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    for name in NAMES:
-        one, all_three = (torch.load(folder / name / "last.pt", weights_only=True) for folder in (alone, shared))
+    for name, tokens in RUNS:
+        one, all_three = (torch.load(folder / f"{name}-{tokens}" / "last.pt", weights_only=True)
+                          for folder in (alone, shared))
         before, after = (saved["progress"]["curve"][-1] for saved in (one, all_three))
         assert before["tokens"] == after["tokens"] and before["loss"] == pytest.approx(after["loss"], rel=1e-4)
         for key, tensor in one["drafter"].items():
