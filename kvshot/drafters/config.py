@@ -126,7 +126,7 @@ class DrafterConfig(BaseModel):
 
 def _frequencies(target: Target, layers: tuple[int, ...]) -> tuple[float, ...] | None:
     """The target's; a drafter that reads no keys of it (`layers`) does with the base where they are something else."""
-    if not all(getattr(target.decoder.layers[j].self_attn, "use_rope", True) for j in layers):
+    if not all(target.rotates(j) for j in layers):
         raise KvshotError(f"some of the blocks {layers} of {target.name} have keys without positions: choose others")
     if any(rope_parameters(target.config, target.layer_types[j]) != rope_parameters(target.config) for j in layers):
         raise KvshotError(f"some of the blocks {layers} of {target.name} have another rotation than its full-attention "

@@ -11,6 +11,7 @@ from kvshot.data import DraftVocab
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.injection import Injection
+from kvshot.drafters.layers import rotate
 from kvshot.errors import KvshotError
 from kvshot.targets import Target
 
@@ -24,10 +25,12 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
     With init "target", final norm and draft head are the target's (pruned to the draft vocabulary), and the fusion
     passes the highest hidden state through, so that the head reads from the first step what it was made to read. With
     "layers" the blocks are copies of the target's, too, and injections begin as the identity on one target layer.
-    Raises KvshotError for a target whose blocks are of another kind.
+    Raises KvshotError for a target whose blocks are of another kind, or whose keys are turned otherwise than the
+    drafter turns them.
     """
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
+    _check_rotation(drafter, target)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             weight = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
@@ -43,6 +46,19 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
             if config.remembers_target:
                 _pass_through(drafter.injections[index], config, block)
     return drafter
+
+
+def _check_rotation(drafter: Drafter, target: Target) -> None:
+    """Some architectures turn neighbouring dimensions instead of halves: nothing but a trial tells."""
+    layers = drafter.config.kv_needed
+    positions = torch.tensor([[0, 1, 5, 90]], device=target.device)
+    keys = torch.randn(1, len(layers), 1, 4, drafter.config.head_dim, generator=torch.Generator().manual_seed(0))
+    keys = keys.to(target.device)
+    theirs, rope = target.rotate_keys(keys, layers, positions), drafter.rope(positions)
+    for n, layer in enumerate(layers):
+        if not torch.allclose(theirs[:, n], rotate(keys[:, n], rope), atol=0.1):  # the target's tables may be bfloat16
+            raise KvshotError(f"block {layer} of {target.name} turns its keys otherwise than a drafter does: its keys "
+                              "and values cannot be reused yet, only its hidden states")
 
 
 def _start_from_head(drafter: Drafter, target: Target) -> None:

@@ -169,6 +169,14 @@ class Target:
 
         return score
 
+    def rotates(self, layer: int) -> bool:
+        """Whether a block's queries and keys carry positions; some architectures have blocks without."""
+        if not getattr(self.decoder.layers[layer].self_attn, "use_rope", True):  # SmolLM3, Llama 4
+            return False
+        window = getattr(self.config, "sliding_window", None)
+        mixed = window and self.config.model_type.startswith(("cohere2", "exaone"))
+        return not mixed or self.layer_types[layer] == "sliding_attention"
+
     def rotate_keys(
         self, keys: Tensor, layers: tuple[int, ...], positions: Tensor, *, undo: bool = False
     ) -> Tensor:
@@ -181,9 +189,9 @@ class Target:
         return torch.stack(turned, dim=1) if turned else keys
 
     def _rotate(self, keys: Tensor, layer: int, positions: Tensor, undo: bool) -> Tensor:
-        attention = self.decoder.layers[layer].self_attn
-        if not getattr(attention, "use_rope", True):  # layers without positions (SmolLM3, Llama 4)
+        if not self.rotates(layer):
             return keys
+        attention = self.decoder.layers[layer].self_attn
         rotary = self.decoder.rotary_emb
         like = torch.zeros(1, dtype=self.dtype, device=keys.device)  # tables rounded as in the model's pass
         per_type = "layer_type" in inspect.signature(rotary.forward).parameters

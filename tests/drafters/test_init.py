@@ -176,17 +176,25 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 @pytest.mark.parametrize("rope", [LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
 def test_keys_with_scaled_rotation_are_turned_as_the_target_turns_them(rope, monkeypatch):
-    """The drafter of all blocks is the target; with the base alone it is not."""
+    """The drafter of all blocks is the target; with the base alone it would not be, and is refused."""
     scaled = make_target("Llama", rope_parameters=rope)
     ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(0))
     assert target_as_drafter(scaled, ids, 3)["largest difference"].max() < 1e-4
     drafter = DrafterConfig.for_target(scaled, draft_vocab_size=V, **EVERY)
     assert len(drafter.rope_frequencies) == scaled.head_dim // 2
     assert DrafterConfig.for_target(make_target("Llama"), draft_vocab_size=V, **EVERY).rope_frequencies is None
-    monkeypatch.setattr("kvshot.drafters.config.rope_frequencies", lambda config: None)
-    assert target_as_drafter(scaled, ids, 3)["largest difference"].max() > 1e-2
     with pytest.raises(KvshotError, match="give no RoPE"):
         DrafterConfig.for_target(scaled, draft_vocab_size=V, rope_theta=7.0, **EVERY)
+    monkeypatch.setattr("kvshot.drafters.config.rope_frequencies", lambda config: None)
+    with pytest.raises(KvshotError, match="turns its keys otherwise"):
+        target_as_drafter(scaled, ids, 3)
+
+
+def test_neighbours_turned_instead_of_halves_are_refused(vocab):
+    cohere = make_target("Cohere")
+    config = DrafterConfig.for_target(cohere, draft_vocab_size=V, **EVERY)
+    with pytest.raises(KvshotError, match="turns its keys otherwise"):
+        new_drafter(cohere, config, vocab, seed=0, init="random")
 
 
 def test_blocks_that_turn_their_keys_otherwise_are_refused():

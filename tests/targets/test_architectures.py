@@ -180,6 +180,21 @@ def test_linear_attention_layers_are_refused(name):
     assert capture(target, *make_batch(), kv_layers=()).keys.shape == (3, 0, 2, 19, 16)
 
 
+@pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
+@pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
+def test_blocks_without_positions_are_known(family, first):
+    """Their keys do not change when the text moves."""
+    types = [first, "sliding_attention", "full_attention"] * 2
+    config = getattr(transformers, f"{family}Config")(**SHAPE, sliding_window=4, layer_types=types)
+    torch.manual_seed(0)
+    target = Target(family, getattr(transformers, f"{family}ForCausalLM")(config).eval(), smoke_tokenizer(), "0" * 64)
+    ids, _ = make_batch()
+    caches = [target.model(ids, position_ids=torch.arange(shift, shift + ids.shape[1])[None].expand_as(ids),
+                           use_cache=True).past_key_values for shift in (0, 7)]
+    here, there = (cache.layers[0].keys for cache in caches)
+    assert target.rotates(0) == (not torch.allclose(here, there, atol=1e-4)) == (first == "sliding_attention")
+
+
 def test_layers_that_share_keys_are_refused():
     target = make_target("gemma3")
     target.config.num_kv_shared_layers = 2  # what Gemma 3n and Gemma 4 declare
