@@ -78,7 +78,9 @@ def _claims() -> list[Claim]:
     out += [Claim(two, f"{d} layers that start as the target's blocks beat {d} that start at random",
                   f"kv-only-{d}-blocks", f"kv-only-{d}", "mat", "ours") for d in (2, 4)]
     out += [Claim(two, "the start alone: 2 target blocks beat the same drafter from a random start",
-                  "kv-only-2-blocks", "kv-only-2-outer", "mat", "ours")]
+                  "kv-only-2-blocks", "kv-only-2-outer", "mat", "ours"),
+            Claim(two, "what is read: three middle layers beat the first and the last block, 2 random layers each",
+                  "kv-only-2", "kv-only-2-outer", "mat", "ours")]
     out += [Claim(two, "four such layers beat two", "kv-only-4-blocks", "kv-only-2-blocks", "mat", "ours"),
             Claim(two, "EAGLE-3 gains from a start at the target's last block, too", "eagle3-block", "eagle3", "mat",
                   "ours")]
