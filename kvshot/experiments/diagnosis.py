@@ -198,6 +198,6 @@ def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: s
 def record_of(run: str | os.PathLike) -> Path:
     """Where the record of a run lies: in its folder, or beside its published checkpoint."""
     run = Path(run).resolve()
-    in_run = run.name == "best" and (run.parent / "record.json").exists()
-    return run.parent / "record.json" if in_run else run / "record.json" if (run / "best").is_dir() else \
-        run.with_name(run.name + ".json")
+    if run.name == "best" and (run.parent / "record.json").exists():
+        run = run.parent
+    return run / "record.json" if (run / "best").is_dir() else run.with_name(run.name + ".json")

@@ -136,14 +136,6 @@ def _accelerator(device: torch.device) -> Accelerator:
     return accelerator
 
 
-def _same_drafter(one: dict, other: dict) -> bool:
-    """Also where one was written before some field of today existed."""
-    try:
-        return DrafterConfig(**one) == DrafterConfig(**other)
-    except ValidationError:
-        return False
-
-
 class Trainer:
     """Runs a recipe. `folder` gets `last.pt` (all that a resume needs) and `best/` (the drafter, by held-out MAT).
 
@@ -285,10 +277,12 @@ class Trainer:
         try:
             saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
             belongs = saved["belongs"]
-        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as err:
+            # with the fields that were added since
+            belongs["drafter"] = DrafterConfig(**belongs["drafter"]).model_dump(mode="json")
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, ValidationError) as err:
             raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
         for what, now in self._belongs().items():
-            if belongs[what] != now and not (what == "drafter" and _same_drafter(belongs[what], now)):
+            if belongs[what] != now:
                 raise KvshotError(f"{path} belongs to another recipe (its {what} differs): use another folder or "
                                   "delete it")
         self.drafter.load_state_dict(saved["drafter"])

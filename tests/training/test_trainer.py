@@ -100,6 +100,19 @@ def test_another_recipe_does_not_resume(small, tmp_path):
         trainer(small, tmp_path, CONFIG.model_copy(update={"lr": 1e-4})).run(quiet=True)
 
 
+def test_a_resume_point_from_before_a_field_existed_is_continued(small, tmp_path):
+    trainer(small, tmp_path).run(until=4, quiet=True)
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    for field in ("norm_before_residual", "rope_frequencies"):
+        del saved["belongs"]["drafter"][field]
+    torch.save(saved, tmp_path / "last.pt")
+    assert trainer(small, tmp_path).run(quiet=True).step == 8
+    saved["belongs"]["drafter"]["depth"] = 2
+    torch.save(saved, tmp_path / "last.pt")
+    with pytest.raises(KvshotError, match="its drafter differs"):
+        trainer(small, tmp_path).run(quiet=True)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_nothing(small, tmp_path):
     run = trainer(small, tmp_path)
     run.drafter.fc.weight.data[0, 0] = torch.nan
