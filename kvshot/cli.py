@@ -335,15 +335,7 @@ def _show_domain(name: str, domain) -> None:
     console.print(table)
     for label, summary in rows.items():
         parts = {"MAT": summary.mat, "from joint alphas": summary.mat_joint, "retention": summary.retention}
-        console.print(f"{label}: " + ", ".join(f"{what} {_interval(e)}" for what, e in parts.items()))
-
-
-def _interval(estimate) -> str:
-    if estimate.value is None:
-        return "undefined"
-    if estimate.low is None:
-        return f"{estimate.value:.3f}"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+        console.print(f"{label}: " + ", ".join(f"{what} {e:.3f}" for what, e in parts.items()))
 
 
 def _bench(name: str, device: str | None, data: Path | None, experiments: Sequence[str] = ("eagle3",),

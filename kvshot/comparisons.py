@@ -22,7 +22,7 @@ from kvshot.experiments.claims import Finding
 from kvshot.experiments.compare import by_step, pooled
 from kvshot.experiments.end_to_end import PAPER_TREE, SHAPES, EndToEnd, mat_of, place
 from kvshot.paper import TABLE5, TABLE6
-from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines, with_interval
+from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines
 
 Rows = dict[str, list[RunRecord]]
 
@@ -85,7 +85,7 @@ def rows_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
 
 
 def _cells(s: StepwiseSummary) -> list[str]:
-    return [with_interval(e) for e in (s.mat, s.retention)]
+    return [f"{e:.3f}" for e in (s.mat, s.retention)]
 
 
 def _ngram(found: Rows, domain: str) -> StepwiseSummary | None:
@@ -145,7 +145,7 @@ def difference_table(steps: Mapping[str, Sequence[PairedDifference]]) -> pd.Data
 
 def signed(d: PairedDifference, digits: int = 3) -> str:
     """The difference and its 95 % interval."""
-    return with_interval(d.difference, f"+.{digits}f")
+    return format(d.difference, f"+.{digits}f")
 
 
 def forest(findings: Sequence[Finding]) -> Figure:
@@ -252,7 +252,7 @@ def calls_table(measured: Mapping[str, EndToEnd], domain: str, paper: Mapping[st
         calls = record.domains[domain].shapes
         first, *rest = (mat_of(calls[s]) for s in shapes)
         printed = (paper or {}).get(name)
-        lines[label(name)] = [with_interval(first, ".2f"),
+        lines[label(name)] = [f"{first:.2f}",
                               "-" if printed is None else f"{printed:.2f}", *(f"{e.value:.2f}" for e in rest)]
     columns = [shapes[0], "paper's Table 4", *shapes[1:]]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="MAT")

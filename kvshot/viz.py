@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from kvshot.drafters import Round
 from kvshot.errors import KvshotError
-from kvshot.evaluation import DecodeReport, Estimate, StepwiseSummary
+from kvshot.evaluation import DecodeReport, StepwiseSummary
 from kvshot.experiments import EXPERIMENTS, cost
 from kvshot.targets import Target
 
@@ -152,15 +152,10 @@ def rates_table(summary: StepwiseSummary) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(kinds)).rename_axis(columns="step k")
 
 
-def with_interval(e: Estimate, spec: str = ".3f") -> str:
-    """A value and its 95 % interval in brackets, each in the format `spec`."""
-    return "undefined" if e.low is None else f"{e.value:{spec}} [{e.low:{spec}}, {e.high:{spec}}]"
-
-
 def summary_table(summaries: dict[str, StepwiseSummary]) -> pd.DataFrame:
     """MAT (from marginal and from joint alphas) and retention with 95 % intervals, one row a name."""
     columns = {"MAT": "mat", "MAT, joint": "mat_joint", "retention": "retention"}
-    rows = {name: [with_interval(getattr(s, field)) for field in columns.values()] for name, s in summaries.items()}
+    rows = {name: [f"{getattr(s, field):.3f}" for field in columns.values()] for name, s in summaries.items()}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(columns))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvshot.errors import KvshotError
+from kvshot.evaluation.metrics import interval
 from kvshot.progress import progress
 from kvshot.targets import Target, TargetContext, capture
 
@@ -104,7 +104,5 @@ def suppressed_example(target: Target, ids: Tensor, k: int = 4, *, first: int = 
 def interval_by(table: pd.DataFrame, value: str, by: str, *, n_boot: int = 1000) -> pd.DataFrame:
     """Mean of `value` for each `by`, over the texts, with a 95 % interval over texts: columns mean, low, high."""
     per_text = table.pivot_table(index="text", columns=by, values=value)
-    draws = np.random.default_rng(0).integers(len(per_text), size=(n_boot, len(per_text)))
-    samples = per_text.to_numpy()[draws].mean(1)
-    low, high = np.quantile(samples, [0.025, 0.975], axis=0)
+    low, high = interval(per_text.to_numpy(), n_boot=n_boot)
     return pd.DataFrame({"mean": per_text.mean(), "low": low, "high": high})

@@ -10,11 +10,12 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+from scipy import stats
 
 from kvshot.errors import KvshotError
 
@@ -89,11 +90,19 @@ class Rate(_Frozen):
 
 
 class Estimate(_Frozen):
-    """A number computed from several rates, with its 95 % bootstrap interval; None as in `Rate`."""
+    """A number computed from several rates, with its 95 % bootstrap interval; None as in `Rate`.
+
+    Prints as "1.234 [1.200, 1.268]" under a format such as ".3f".
+    """
 
     value: float | None
     low: float | None
     high: float | None
+
+    def __format__(self, spec: str) -> str:
+        if self.value is None:
+            return "undefined"
+        return f"{self.value:{spec}}" + (f" [{self.low:{spec}}, {self.high:{spec}}]" if self.low is not None else "")
 
 
 class StepSummary(_Frozen):
@@ -233,6 +242,20 @@ def resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
     """Cluster bootstrap: counts [C, K, 6] summed over n_boot draws of C conversations -> [n_boot, K, 6]."""
     n = len(counts)
     return (resamples(n, n_boot, seed) @ counts.reshape(n, -1)).reshape(n_boot, *counts.shape[1:])
+
+
+def interval(values: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean, *, n_boot: int = 1000,
+             seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """95 % bootstrap interval (low, high) of a statistic (with an `axis`) of texts, the first axis of `values`.
+
+    NaN with fewer than two texts.
+    """
+    if len(values) < 2:
+        nothing = np.full(np.shape(values)[1:], np.nan)
+        return nothing, nothing
+    done = stats.bootstrap((values,), statistic, n_resamples=n_boot, axis=0, method="percentile", vectorized=True,
+                           rng=np.random.default_rng(seed))
+    return done.confidence_interval
 
 
 def _interval(samples: np.ndarray, n_conversations: int) -> tuple[float | None, float | None]:

@@ -11,6 +11,7 @@ import torch
 from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.decode import Decoded, DecodeReport, decode, plain_decode
+from kvshot.evaluation.metrics import interval
 from kvshot.evaluation.tree import TreeShape
 from kvshot.progress import progress
 from kvshot.targets import Target
@@ -80,11 +81,10 @@ def speed_ups(times: pd.DataFrame, base: str = "plain loop", *, n_boot: int = 20
     """
     seconds = times.pivot(index="prompt", columns="name", values="seconds")
     rate = times.groupby("name")[["tokens", "seconds"]].sum()
-    draws = np.random.default_rng(0).integers(len(seconds), size=(n_boot, len(seconds)))
     rows = {}
     for name in seconds:
         ratio = (seconds[base] / seconds[name]).to_numpy()
-        low, high = np.quantile(np.median(ratio[draws], axis=1), [0.025, 0.975])
+        low, high = interval(ratio, np.median, n_boot=n_boot)
         rows[name] = [rate.tokens[name] / rate.seconds[name], np.median(ratio), low, high,
                       times.loc[times.name == name, "same"].mean()]
     columns = ["tokens/s", "speed-up", "low", "high", "same text"]

@@ -8,6 +8,7 @@ import pytest
 from kvshot.errors import KvshotError
 from kvshot.evaluation import (
     ConversationCounts,
+    Estimate,
     StepwiseHits,
     StepwiseSummary,
     mat,
@@ -16,6 +17,7 @@ from kvshot.evaluation import (
     retention,
     summarise,
 )
+from kvshot.evaluation.metrics import interval
 
 K = 4
 
@@ -150,6 +152,23 @@ def test_interval_covers_the_truth_about_95_times_in_100():
         naive += abs(rate.value - 0.6) <= 1.96 * math.sqrt(0.24 / rate.denominator)
     assert 0.90 <= covered / runs <= 0.98
     assert naive / runs < 0.85  # what treating columns as independent would have claimed
+
+
+@pytest.mark.parametrize("statistic, wider", [(np.mean, 1.0), (np.median, math.sqrt(math.pi / 2))])
+def test_interval_of_texts_is_as_wide_as_theory_says(statistic, wider):
+    values = np.random.default_rng(0).normal(3.0, 2.0, (400, 2)) * [1.0, 10.0]
+    low, high = interval(values, statistic, n_boot=4000)
+    expected = 2 * 1.96 * 2.0 * wider / math.sqrt(400) * np.array([1.0, 10.0])
+    np.testing.assert_allclose(high - low, expected, rtol=0.15)
+    assert (low < statistic(values, axis=0)).all() and (statistic(values, axis=0) < high).all()
+    assert np.isnan(interval(values[:1], statistic)).all()
+
+
+def test_an_estimate_prints_with_its_interval_where_it_has_one():
+    assert f"{Estimate(value=1.2345, low=1.2, high=1.268):.3f}" == "1.234 [1.200, 1.268]"
+    assert f"{Estimate(value=0.5, low=-0.25, high=1):+.2f}" == "+0.50 [-0.25, +1.00]"
+    assert f"{Estimate(value=1.5, low=None, high=None):.1f}" == "1.5"
+    assert f"{Estimate(value=None, low=None, high=None):.1f}" == "undefined"
 
 
 def test_out_of_vocabulary_is_a_miss_and_stays_in_the_denominator():
