@@ -228,7 +228,7 @@ def experiments(
     results: Annotated[Path, typer.Option(help="folder of published records")] = Path("results"),
 ) -> None:
     """List the experiments: what they test, what they cost, which records exist."""
-    from kvshot.experiments.campaign import records_of
+    from kvshot.experiments.campaign import campaign_of
     from kvshot.experiments.cost import cost
     from kvshot.experiments.dry_run import shape_of
     from kvshot.experiments.profiles import profile as find
@@ -237,17 +237,17 @@ def experiments(
     chosen = find(profile)
     target = shape_of(chosen.target)
     console.print(f"profile {profile}: {chosen.target}, {chosen.train.steps} steps a run")
-    rows = [(e, cost(e.config(target, chosen.draft_vocab_size)), records_of(e.name, results / profile))
-            for e in select()]
+    campaign = campaign_of(results / profile)
+    rows = [(e, cost(e.config(target, chosen.draft_vocab_size)), campaign.get(e.name, ())) for e in select()]
     work = {e.name: spent.flops * e.train.get("n_steps", chosen.train.n_steps) for e, spent, _ in rows}
-    minutes = {e.name: [r.training.wall_seconds / 60 for r in done.values() if r.training] for e, _, done in rows}
+    minutes = {e.name: [r.training.wall_seconds / 60 for r in done] for e, _, done in rows}
     pace = [m / work[name] for name, measured in minutes.items() for m in measured]
     wanted = {e.name for e in select(only or ())}
     for e, spent, done in rows:
         if e.name in wanted:
             took = "".join(f" {m:.0f}" for m in minutes[e.name]) or (
                 f" about {median(pace) * work[e.name]:.0f}" if pace else " ?")
-            state = f"seeds {' '.join(map(str, sorted(done)))}" if done else "to do"
+            state = f"seeds {' '.join(str(r.training.seed) for r in done)}" if done else "to do"
             console.print(f"{e.name}{' *' if e.decisive else ''} ({', '.join(e.tables)}): "
                           f"{spent.parameters / 1e6:.1f} M parameters, {spent.flops / 1e6:.1f} MFLOP a draft step; "
                           f"{state},{took} min")

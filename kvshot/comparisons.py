@@ -17,9 +17,9 @@ from kvshot.errors import KvshotError
 from kvshot.evaluation import StepwiseSummary, TreeShape
 from kvshot.evaluation.metrics import PairedDifference
 from kvshot.experiments import RunRecord
-from kvshot.experiments.campaign import records_of
+from kvshot.experiments.campaign import campaign_of
 from kvshot.experiments.claims import Finding
-from kvshot.experiments.compare import by_step, pooled
+from kvshot.experiments.compare import by_step, check_comparable, pooled
 from kvshot.experiments.end_to_end import PAPER_TREE, SHAPES, EndToEnd, mat_of, place
 from kvshot.paper import TABLE5, TABLE6
 from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines
@@ -42,13 +42,16 @@ def label(name: str) -> str:
 def rows(names: Sequence[str], results: str | os.PathLike, profile: str) -> Rows:
     """The records of experiments, by name, a list over seeds; an experiment without records is left out.
 
-    Raises KvshotError when none of them has any.
+    Raises KvshotError when none of them has any, or they are not of one campaign.
     """
-    found = {name: list(records_of(name, Path(results) / profile).values()) for name in names}
-    found = {name: records for name, records in found.items() if records}
+    campaign = campaign_of(Path(results) / profile)
+    found = {name: campaign[name] for name in names if name in campaign}
     if not found:
         raise KvshotError(f"no records of {', '.join(names)} in {Path(results) / profile}: run `kvshot reproduce "
                           f"--profile {profile}`, with `--only` for some of them")
+    first, *others = (r for records in found.values() for r in records)
+    for other in others:
+        check_comparable(first, other)
     return found
 
 
@@ -101,11 +104,16 @@ def alpha_table(found: Rows, *, domain: str = "held_out") -> pd.DataFrame:
     return pd.DataFrame.from_dict(cells, orient="index", columns=columns).rename_axis(columns="row")
 
 
-def differences(found: Rows, base: str, *, domain: str = "held_out") -> dict[str, list[PairedDifference]]:
-    """Of every row but `base`: its acceptance minus that of `base`, step by step."""
+def differences(found: Rows, base: str, results: str | os.PathLike, profile: str, *, domain: str = "held_out"
+                ) -> dict[str, list[PairedDifference]]:
+    """Of every row but `base`: its acceptance minus that of `base`, step by step; how much training runs vary is taken
+    from all records of the profile.
+    """
     if base not in found:
         raise KvshotError(f"no record of {base} to compare with: run `kvshot reproduce --only {base}`")
-    return {name: by_step(records, found[base], domain=domain) for name, records in found.items() if name != base}
+    campaign = campaign_of(Path(results) / profile)
+    return {name: by_step(records, found[base], domain=domain, campaign=campaign)
+            for name, records in found.items() if name != base}
 
 
 def difference_figure(steps: Mapping[str, Sequence[PairedDifference]], base: str) -> Figure:
@@ -196,15 +204,15 @@ def depth_figure(families: Mapping[str, Mapping[int, StepwiseSummary]], paper: M
 
 
 def scorecard_table(findings: Sequence[Finding]) -> pd.DataFrame:
-    """Claims, a row each: the paper's difference, the measured one with its interval, seeds, answer."""
+    """Claims, a row each: whose it is, the paper's difference, the measured one with its interval, seeds, answer."""
     lines = []
     for f in findings:
         c = f.claim
         ours = "-" if f.measured is None else signed(f.measured)
-        printed = "not asked" if c.printed is None else f"{c.printed:+.3f}"
-        lines.append([c.text, f"{_what(c.statistic)}: {c.a} − {c.b}", printed, ours, f.seeds or "-",
-                      f.answer or "not run yet"])
-    columns = ["claim", "difference of", "paper", "here [95 % interval]", "seeds", "answer"]
+        printed = "-" if c.printed is None else f"{c.printed:+.3f}"
+        whose = "paper" if c.whose == "paper" else "our question"
+        lines.append([c.text, whose, f"{_what(c.statistic)}: {c.a} − {c.b}", printed, ours, f.seeds or "-", f.said])
+    columns = ["claim", "whose", "difference of", "paper", "here [95 % interval]", "seeds", "answer"]
     return pd.DataFrame(lines, columns=columns).set_index("claim").rename_axis(index=None, columns="claim")
 
 

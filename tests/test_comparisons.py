@@ -47,19 +47,22 @@ def test_rows_and_tables(results):
         "EAGLE-3, 1 layer", "KV-only, 2 layers"]
     with pytest.raises(KvshotError, match="kvshot reproduce"):
         comparisons.rows(["mtp"], results, "smoke")
+    record("kv-only-4", 0.5, 0, data="b").save(results / "smoke" / "kv-only-4-seed0.json")
+    with pytest.raises(KvshotError, match="differ in their data"):
+        comparisons.rows(names, results, "smoke")
 
 
 def test_differences(results):
     rows = comparisons.rows(["eagle3", "kv-only-1", "kv-only-2"], results, "smoke")
-    steps = comparisons.differences(rows, "eagle3")
+    steps = comparisons.differences(rows, "eagle3", results, "smoke")
     assert list(steps) == ["kv-only-1", "kv-only-2"]
-    expected = by_step(rows["kv-only-2"], rows["eagle3"])
+    expected = by_step(rows["kv-only-2"], rows["eagle3"], campaign=rows)
     (axes,) = comparisons.difference_figure(steps, "eagle3").axes
     drawn = [list(line.get_ydata()) for line in axes.lines]
     assert [d.difference.value for d in expected] in drawn
     assert comparisons.difference_table(steps).loc[1, "KV-only, 2 layers"] == comparisons.signed(expected[1])
     with pytest.raises(KvshotError, match="no record of mtp"):
-        comparisons.differences(rows, "mtp")
+        comparisons.differences(rows, "mtp", results, "smoke")
     with pytest.raises(KvshotError, match="at least one"):
         comparisons.difference_figure({}, "eagle3")
 

@@ -284,9 +284,9 @@ def summarise(hits: StepwiseHits, *, n_boot: int = 1000, seed: int = 0) -> Stepw
 
 
 def pool(seeds: Sequence[ConversationCounts], *, n_boot: int = 1000, seed: int = 0) -> StepwiseSummary:
-    """One summary of several training seeds on the same columns; intervals resample conversations and seeds.
+    """One summary of several training seeds on the same columns: their counts add up; intervals resample conversations.
 
-    Counts add up over the seeds. Raises KvshotError for different columns.
+    Raises KvshotError for different columns.
     """
     tables = _tables(list(seeds))
     if (tables[..., _VALID] != tables[:1, ..., _VALID]).any():
@@ -297,7 +297,7 @@ def pool(seeds: Sequence[ConversationCounts], *, n_boot: int = 1000, seed: int =
 def _summary(tables: np.ndarray, n_columns: int, n_boot: int, seed: int) -> StepwiseSummary:
     """tables [seeds, conversations, steps, 6]"""
     n, total = tables.shape[1], tables.sum(axis=(0, 1))
-    point, samples = _statistics(total), _statistics(_resample_seeds(tables, n_boot, seed))
+    point, samples = _statistics(total), _statistics(resample(tables.sum(0), n_boot, seed))
 
     def rate(name: str, k: int) -> Rate:
         top, bottom = (int(total[k, column]) for column in _RATES[name])
@@ -323,30 +323,16 @@ def paired_difference(
 ) -> PairedDifference:
     """Bootstrap a statistic of `a` minus that of `b`, both under the same resamples of the same columns.
 
-    a, b: one measurement, or one for each training seed, in the same order; conversations are resampled, and seeds,
-    too, where there are several. statistic: "mat", "mat_joint", "retention", or "alpha_marginal", "alpha_joint",
-    "alpha_conditional", "oov" with a step, as in "alpha_marginal_3". Raises KvshotError for an unknown statistic or for
-    different columns.
+    a, b: one measurement, or one for each training seed, whose counts add up; the interval is over conversations alone
+    (`experiments.compare` adds the luck of a training run). statistic: "mat", "mat_joint", "retention", or
+    "alpha_marginal", "alpha_joint", "alpha_conditional", "oov" with a step, as in "alpha_marginal_3".
+    Raises KvshotError for an unknown statistic or for different columns.
     """
     tables = _tables(a), _tables(b)
     if tables[0].shape != tables[1].shape or (tables[0][..., _VALID] != tables[1][..., _VALID]).any():
         raise KvshotError("the evaluations cover different columns: use the same examples and steps for both")
-    name, step = re.fullmatch(r"(.*?)(?:_(\d+))?", statistic).groups()
-    if name not in (_RATES if step else _NUMBERS):
-        raise KvshotError(
-            f"unknown statistic {statistic!r}: choose {', '.join(_NUMBERS)}, "
-            f"or one of {', '.join(_RATES)} with a step, as in alpha_marginal_3"
-        )
-    k = 0 if step is None else int(step)
-    if k >= tables[0].shape[2]:
-        raise KvshotError(f"statistic {statistic!r} asks for step {k} of only {tables[0].shape[2]} steps")
-
-    def pick(counts: np.ndarray) -> np.ndarray:
-        values = _statistics(counts)[name]
-        return values if step is None else values[..., k]
-
-    point = [float(pick(table.sum(axis=(0, 1)))) for table in tables]
-    samples = [pick(_resample_seeds(table, n_boot, seed)) for table in tables]
+    point = [float(_pick(table.sum(axis=(0, 1)), statistic)) for table in tables]
+    samples = [_pick(resample(table.sum(0), n_boot, seed), statistic) for table in tables]
     values = [value if np.isfinite(value) else None for value in point]
     n = tables[0].shape[1]
     return PairedDifference(
@@ -360,6 +346,25 @@ def paired_difference(
     )
 
 
+def statistic_of(measured: Measured, statistic: str) -> float:
+    """A statistic of one measurement (see `paired_difference`); NaN where it is undefined."""
+    return float(_pick(_tables(measured)[0].sum(axis=0), statistic))
+
+
+def _pick(counts: np.ndarray, statistic: str) -> np.ndarray:
+    """A statistic by name from counts [..., K, 6]."""
+    name, step = re.fullmatch(r"(.*?)(?:_(\d+))?", statistic).groups()
+    if name not in (_RATES if step else _NUMBERS):
+        raise KvshotError(
+            f"unknown statistic {statistic!r}: choose {', '.join(_NUMBERS)}, "
+            f"or one of {', '.join(_RATES)} with a step, as in alpha_marginal_3"
+        )
+    if step is not None and int(step) >= counts.shape[-2]:
+        raise KvshotError(f"statistic {statistic!r} asks for step {step} of only {counts.shape[-2]} steps")
+    values = _statistics(counts)[name]
+    return values if step is None else values[..., int(step)]
+
+
 def _tables(x: Measured | Sequence[Measured]) -> np.ndarray:
     """[seeds, conversations, steps, 6]"""
     several = [x] if isinstance(x, Measured) else list(x)
@@ -368,10 +373,3 @@ def _tables(x: Measured | Sequence[Measured]) -> np.ndarray:
         raise KvshotError("the evaluations of a comparison cover different columns: give at least one, all of the same "
                           "examples and steps")
     return np.stack(tables)
-
-
-def _resample_seeds(tables: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
-    """Draws of conversations and, independently, of training seeds: [S, C, K, 6] -> [n_boot, K, 6]."""
-    s = len(tables)
-    drawn = np.random.default_rng([seed, 1]).multinomial(s, np.full(s, 1 / s), size=n_boot)
-    return sum(drawn[:, i, None, None] * resample(table, n_boot, seed) for i, table in enumerate(tables))

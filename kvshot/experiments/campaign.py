@@ -14,21 +14,20 @@ from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.experiments.end_to_end import EndToEnd, place
 from kvshot.experiments.profiles import Profile, profile
-from kvshot.experiments.record import RunRecord
+from kvshot.experiments.record import RunRecord, load_records
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
 from kvshot.progress import EVERY
 
 
-def records_of(name: str, folder: Path) -> dict[int, RunRecord]:
-    """The records of an experiment in a results folder, by seed."""
-    out = {}
-    for path in sorted(folder.glob(f"{name}-seed*.json")):
-        seed = path.stem.removeprefix(f"{name}-seed")
-        if seed.isdigit():
-            out[int(seed)] = RunRecord.load(path)
-    return out
+def campaign_of(folder: Path) -> dict[str, list[RunRecord]]:
+    """The records of every row in a results folder, by name, in the order of their seeds."""
+    out: dict[str, list[RunRecord]] = {}
+    for record in load_records(folder) if folder.is_dir() else ():
+        if record.training is not None:
+            out.setdefault(record.experiment, []).append(record)
+    return {name: sorted(records, key=lambda r: r.training.seed) for name, records in out.items()}
 
 
 def missing(profile_name: str, results: str | os.PathLike, only: Sequence[str] = (), seeds: int = 3

@@ -11,8 +11,8 @@ from typing import Literal
 from kvshot.analysis.verdict import Answer
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import PairedDifference
-from kvshot.experiments.campaign import records_of
-from kvshot.experiments.compare import combine, greater, paired
+from kvshot.experiments.campaign import campaign_of
+from kvshot.experiments.compare import Campaign, combine, greater, paired
 from kvshot.paper import TABLE5, TABLE6
 
 Part = Literal["prediction 1", "prediction 2", "prediction 3", "hybrid", "ablations", "controls"]
@@ -47,6 +47,17 @@ class Finding:
     measured: PairedDifference | None
     seeds: int
     answer: Answer | None
+
+    @property
+    def said(self) -> str:
+        """The answer in words: a question of our own has nothing to reproduce."""
+        if self.answer is None:
+            return "not run yet"
+        return self.answer if self.claim.whose == "paper" else _OWN[self.answer]
+
+
+_OWN: dict[Answer, str] = {"supported": "yes", "not reproduced here": "no",
+                           "undecided at this scale": "undecided at this scale"}
 
 
 def _printed(row: str, statistic: str) -> float | None:
@@ -123,16 +134,16 @@ def _claims() -> list[Claim]:
 CLAIMS: tuple[Claim, ...] = tuple(_claims())
 
 
-def judge(claim: Claim, results: str | os.PathLike, profile: str, *, domain: str = "held_out") -> Finding:
-    """One claim beside the records in results/<profile>; without an answer while a row has no record.
+def judge(claim: Claim, campaign: Campaign, *, domain: str = "held_out") -> Finding:
+    """One claim beside the records of a campaign; without an answer while a row has no record.
 
     Raises KvshotError when the two rows are not of one campaign.
     """
-    a, b = (list(records_of(name, Path(results) / profile).values()) for name in (claim.a, claim.b))
+    a, b = (campaign.get(name, ()) for name in (claim.a, claim.b))
     seeds = {r.training.seed for r in a} & {r.training.seed for r in b}
     if not seeds:
         return Finding(claim, None, 0, None)
-    measured = paired(a, b, claim.statistic, domain=domain)
+    measured = paired(a, b, claim.statistic, domain=domain, campaign=campaign)
     if measured.difference.low is None:  # undefined, as the retention of a drafter that is never right
         return Finding(claim, None, len(seeds), "undecided at this scale")
     return Finding(claim, measured, len(seeds), greater(claim.text, measured, (claim.a, claim.b)).answer)
@@ -144,7 +155,8 @@ def scorecard(results: str | os.PathLike, profile: str, parts: Sequence[Part] = 
     known = {c.part for c in CLAIMS}
     if unknown := [p for p in parts if p not in known]:
         raise KvshotError(f"no claims about {unknown[0]!r}: choose {', '.join(sorted(known))}")
-    return [judge(c, results, profile, domain=domain) for c in CLAIMS if not parts or c.part in parts]
+    campaign = campaign_of(Path(results) / profile)
+    return [judge(c, campaign, domain=domain) for c in CLAIMS if not parts or c.part in parts]
 
 
 def overall(findings: Sequence[Finding], rule: Literal["all", "any"] = "all") -> str:
@@ -153,4 +165,5 @@ def overall(findings: Sequence[Finding], rule: Literal["all", "any"] = "all") ->
     decided = "not reproduced here" if rule == "all" else "supported"
     if len(answers) < len(findings) and decided not in answers or not findings:
         return f"not run yet ({len(findings) - len(answers)} of {len(findings)} comparisons missing)"
-    return combine(answers, rule)
+    answer = combine(answers, rule)
+    return _OWN[answer] if all(f.claim.whose == "ours" for f in findings) else answer

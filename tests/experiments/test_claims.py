@@ -7,6 +7,7 @@ import pytest
 from kvshot import comparisons
 from kvshot.errors import KvshotError
 from kvshot.experiments import EXPERIMENTS
+from kvshot.experiments.campaign import campaign_of
 from kvshot.experiments.claims import CLAIMS, Claim, Finding, judge, overall, scorecard
 from kvshot.paper import TABLE5, TABLE6
 
@@ -36,7 +37,7 @@ def test_the_papers_differences():
 
 def test_missing_rows_leave_a_question_open():
     def found(*answers):
-        return [Finding(CLAIMS[0], None, 0, a) for a in answers]
+        return [Finding(CLAIMS[1], None, 0, a) for a in answers]
 
     yes, no, open_ = "supported", "not reproduced here", "undecided at this scale"
     assert overall(found(yes, yes)) == yes and overall(found(yes, open_)) == open_
@@ -46,15 +47,26 @@ def test_missing_rows_leave_a_question_open():
     assert overall([]).startswith("not run yet")
 
 
+def test_a_question_of_our_own_has_nothing_to_reproduce():
+    ours = Claim("controls", "it helps", "eagle3", "mtp", "mat", "ours")
+    several = [Finding(ours, None, 1, a) for a in ("supported", "not reproduced here", None)]
+    assert [f.said for f in several] == ["yes", "no", "not run yet"]
+    assert overall(several[:1]) == "yes" and overall(several[1:2]) == "no" and overall(several[:2], "any") == "yes"
+    mixed = [several[0], Finding(CLAIMS[1], None, 1, "supported")]
+    assert CLAIMS[1].whose == "paper" and overall(mixed) == "supported"
+    table = comparisons.scorecard_table(mixed)
+    assert table["whose"].tolist() == ["our question", "paper"] and table["answer"].tolist() == ["yes", "supported"]
+
+
 def test_an_answer_needs_both_rows(tmp_path):
     claim = Claim("prediction 2", "deeper is better", "kv-only-2", "kv-only-1", "mat")
     folder = tmp_path / "smoke"
     folder.mkdir()
-    assert judge(claim, tmp_path, "smoke").answer is None
+    assert judge(claim, campaign_of(folder)).answer is None
     for name, rate, seeds in (("kv-only-2", 0.6, (0, 1)), ("kv-only-1", 0.5, (0,))):
         for seed in seeds:
             record(name, rate, seed).save(folder / f"{name}-seed{seed}.json")
-    finding = judge(claim, tmp_path, "smoke")
+    finding = judge(claim, campaign_of(folder))
     assert finding.answer == "supported" and finding.seeds == 1 and finding.measured.difference.low > 0
     findings = scorecard(tmp_path, "smoke", ["prediction 2"])
     table = comparisons.scorecard_table(findings)

@@ -7,7 +7,7 @@ import pytest
 
 from kvshot.errors import KvshotError
 from kvshot.evaluation import ConversationCounts, StepwiseHits, paired_difference, summarise
-from kvshot.experiments.compare import combine, greater, paired
+from kvshot.experiments.compare import Luck, by_step, combine, greater, luck, paired
 from kvshot.experiments.record import (
     CodeInfo,
     DataInfo,
@@ -49,12 +49,40 @@ def test_verdicts_follow_the_interval():
     a, b = [record("a", 0.6)], [record("b", 0.5)]
     assert greater("a leads", paired(a, b, "mat"), ("a", "b")).answer == "supported"
     assert greater("b leads", paired(b, a, "mat"), ("b", "a")).answer == "not reproduced here"
-    assert greater("a leads by far", paired(a, b, "mat"), ("a", "b"), by=2.0).answer == "not reproduced here"
     same = paired(a, [record("c", 0.6, 0)], "alpha_marginal_1")
-    undecided = greater("equal", same, ("a", "c"), by=-1e-9)
-    assert undecided.answer == "supported" and undecided.estimate.value == 0
-    assert greater("equal", same, ("a", "c")).answer == "undecided at this scale"
-    assert str(undecided).startswith("equal: supported (alpha_marginal_1 of a minus c = 0.000")
+    undecided = greater("equal", same, ("a", "c"))
+    assert undecided.answer == "undecided at this scale" and undecided.estimate.value == 0
+    assert str(undecided).startswith("equal: undecided at this scale (alpha_marginal_1 of a minus c = 0.000")
+
+
+def test_the_luck_of_a_training_run_widens_the_interval():
+    campaign = {"a": [record("a", 0.6, s) for s in (0, 1, 2)], "b": [record("b", 0.5, s) for s in (0, 1)],
+                "c": [record("c", 0.7)]}
+    values = [[r.evaluation["held_out"].drafter.mat.value for r in campaign[name]] for name in "ab"]
+    squares = sum((x - sum(v) / len(v)) ** 2 for v in values for x in v)
+    found = luck(campaign, "mat")
+    assert found.freedom == 3 and found.sd == pytest.approx((squares / 3) ** 0.5)
+    assert found.half_width(2) == pytest.approx(3.182446 * found.sd)  # Student's t of 3, times sqrt(2 / 2)
+    assert luck({"c": campaign["c"]}, "mat") is None
+    alone, wide = (paired(campaign["a"], campaign["b"], "mat", campaign=c).difference for c in (None, campaign))
+    assert wide.value == alone.value
+    assert wide.value - wide.low == pytest.approx(((alone.value - alone.low) ** 2 + found.half_width(2) ** 2) ** 0.5)
+    assert wide.high - wide.value == pytest.approx(((alone.high - alone.value) ** 2 + found.half_width(2) ** 2) ** 0.5)
+    steps = by_step(campaign["a"], campaign["b"], campaign=campaign)
+    assert steps[1] == paired(campaign["a"], campaign["b"], "alpha_marginal_1", campaign=campaign)
+    with pytest.raises(KvshotError, match="none for elsewhere"):
+        by_step(campaign["a"], campaign["b"], domain="elsewhere")
+
+
+def test_luck_covers_the_truth_about_95_times_in_100():
+    """Rows of equal quality, a seed each, beside others with two: how often is their difference called zero?"""
+    rng, inside = np.random.default_rng(3), 0
+    for _ in range(2000):
+        x = rng.normal(0, 0.01, (6, 2))
+        found = Luck(sd=float((x.var(1) * 2).sum() / 6) ** 0.5, freedom=6)
+        a, b = rng.normal(0, 0.01, 2)
+        inside += abs(a - b) <= found.half_width(1)
+    assert 0.935 < inside / 2000 < 0.965
 
 
 @pytest.mark.parametrize(("other", "message"), [
