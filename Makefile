@@ -21,6 +21,13 @@ refresh: .venv/ok   ## run the notebooks and store their outputs as the new refe
 clean:              ## remove the built book and the executed notebooks
 	rm -rf _build book/notebooks
 
+# asked for by name and not what .venv was made with: it is set up again
+ifneq ($(origin TORCH),file)
+ifneq ($(strip $(TORCH)),$(strip $(shell cat .venv/torch 2>/dev/null)))
+.PHONY: .venv/ok
+endif
+endif
+
 .venv/ok: pyproject.toml $(CONSTRAINTS) Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvshot needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
@@ -28,6 +35,7 @@ clean:              ## remove the built book and the executed notebooks
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
 	$(PIP) -e '.[book,hub,test]'
+	@echo '$(TORCH)' > .venv/torch
 	@touch $@
 
 .PHONY: help book test refresh clean

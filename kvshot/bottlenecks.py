@@ -19,7 +19,7 @@ from kvshot.evaluation.metrics import pool
 from kvshot.experiments.diagnosis import LAST_STATES, ORACLE_QUERIES, OWN_QUERIES, Diagnosis
 from kvshot.paper import FIG4
 from kvshot.training.probes import BINS, load_probes
-from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH, label_lines
+from kvshot.viz import SMALL, WIDTH, label_lines, looks
 from kvshot.widgets import Slider, bars
 
 PARTS = {"q": "W_Q", "k": "W_K", "v": "W_V"}
@@ -61,7 +61,7 @@ def gate_figure(runs: Mapping[str, pd.DataFrame]) -> Figure:
     """Fig. 4's form: the mean gate over training, raw and as a moving average."""
     fig, ax = plt.subplots(layout="constrained")
     labels = []
-    for (name, probes), colour in zip(runs.items(), PALETTE, strict=False):
+    for (name, probes), (colour, _) in zip(runs.items(), looks(), strict=False):
         gate = mean_gate(probes)
         ax.plot(gate.index, gate["raw"], color=colour, alpha=0.25, linewidth=0.8)
         ax.plot(gate.index, gate["ema"], color=colour)
@@ -77,7 +77,7 @@ def gate_table(runs: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     rows = {}
     for name, probes in runs.items():
         gate, last = mean_gate(probes)["ema"], probes.tail(50)
-        first, *_, final = _gates(probes)
+        first, final = _gates(probes)[0], _gates(probes)[-1]
         rows[label(name)] = [f"{gate.iloc[0]:.3f}", f"{gate.min():.3f} (step {gate.idxmin()})", f"{gate.iloc[-1]:.3f}",
                              *(f"{last[c].mean():.3f}" for c in (first, final))]
     columns = ["start", "lowest", "end", *(f"draft step {c[5:]}, end" for c in (first, final))]
@@ -113,7 +113,7 @@ def branch_gradients(probes: pd.DataFrame) -> pd.DataFrame:
 def starvation_figure(runs: Mapping[str, pd.DataFrame]) -> Figure:
     """The cross branch's gradient, in units of the other's, against the mean gate; a path through training."""
     fig, ax = plt.subplots(layout="constrained")
-    for (name, probes), colour, marker in zip(runs.items(), PALETTE, MARKERS, strict=False):
+    for (name, probes), (colour, marker) in zip(runs.items(), looks(), strict=False):
         path = branch_gradients(probes)
         ax.plot(path["gate"], path["ratio"], color=colour, linewidth=1.2)
         ax.plot(path["gate"].iloc[-1], path["ratio"].iloc[-1], color=colour, marker=marker, markersize=8,
@@ -165,7 +165,7 @@ def rank_figure(runs: Mapping[str, pd.DataFrame], branch: str = "self_attn") -> 
     """Effective rank of each projection's gradient at the closer looks, a panel a run."""
     fig, axes = plt.subplots(1, len(runs), sharey=True, figsize=(WIDTH, 2.9), layout="constrained", squeeze=False)
     for ax, (name, probes) in zip(axes[0], runs.items(), strict=True):
-        for (p, title), colour, marker in zip(PARTS.items(), PALETTE, MARKERS, strict=False):
+        for (p, title), (colour, marker) in zip(PARTS.items(), looks(), strict=False):
             rank = probes[f"rank.{branch}.{p}"].dropna()
             ax.plot(rank.index, rank, color=colour, marker=marker, label=title)
         ax.set_title(label(name), fontsize=SMALL)
@@ -180,7 +180,7 @@ def rank_figure(runs: Mapping[str, pd.DataFrame], branch: str = "self_attn") -> 
 def looking_figure(diagnosed: Mapping[str, Diagnosis]) -> Figure:
     """Distance of each attention from the target's, by draft step; dashed: of the target's own last query."""
     fig, ax = plt.subplots(layout="constrained", figsize=(WIDTH, 3.6))
-    labels, look = [], iter(zip(PALETTE, MARKERS, strict=True))
+    labels, look = [], looks()
     for name, d in diagnosed.items():
         for branch in dict.fromkeys(row.branch for row in d.looking):
             colour, marker = next(look)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,10 +42,17 @@ def main() -> None:
     except typer.Abort:
         raise SystemExit(130) from None
     except ClickException as err:
-        print(f"kvshot: {err.format_message()}: see `kvshot --help`", file=sys.stderr)
+        if err.format_message():  # without a command the help has been printed
+            print(f"kvshot: {err.format_message()}: see `kvshot --help`", file=sys.stderr)
         raise SystemExit(err.exit_code) from None
     except KvshotError as err:
         print(f"kvshot: {err}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RuntimeError as err:
+        if type(err).__name__ != "OutOfMemoryError":  # torch's
+            raise
+        print("kvshot: the device's memory is full: end what else uses it, or choose another --device or a smaller "
+              "target", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as err:
         print(f"kvshot: {err.filename or 'a file'}: {err.strerror or err}: check the path and its permissions",
@@ -85,15 +93,14 @@ def train(
     """Train an experiment's drafter, evaluate the best checkpoint, write the record."""
     from kvshot.experiments.registry import experiment as find
     from kvshot.experiments.run import recipe, run
-    from kvshot.training.trainer import processes
 
     start = find(experiment).start
     bench = _bench(profile, device, data, [experiment])
     given = {k: v for k, v in {"steps": steps, "lr": lr, "seed": seed}.items() if v is not None}
     out = out or Path("runs") / profile / f"{experiment}-seed{seed}"
-    record = run(bench, experiment, out, recipe(bench.profile, experiment, **given), out / "record.json",
+    record = run(bench, experiment, out, recipe(bench.profile, experiment, **given),
                  start=start and out.parent / f"{start}-seed{seed}" / "best")
-    if processes(bench.target.device).is_main_process:
+    if record is not None:
         show_record(record)
         console.print(f"checkpoint {out / 'best'}, record {out / 'record.json'}")
 
@@ -217,7 +224,10 @@ def show(records: Annotated[list[Path], typer.Argument(help="record files, or fo
     from kvshot.experiments import RunRecord, load_records
 
     for path in records:
-        for record in load_records(path) if path.is_dir() else [RunRecord.load(path)]:
+        found = load_records(path) if path.is_dir() else [RunRecord.load(path)]
+        if not found:
+            raise KvshotError(f"no records in {path}: name a profile's folder, such as results/laptop")
+        for record in found:
             show_record(record)
 
 
@@ -291,6 +301,7 @@ def reproduce(
     """Run every experiment whose record is missing. A kill at any moment loses little: the same command goes on."""
     from kvshot.experiments.campaign import reproduce as run_all
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end, too
     failed = run_all(profile, results=results, runs=runs, only=only or (), seeds=seeds, jobs=jobs,
                      options=("--device", device) if device else ())
     if failed:

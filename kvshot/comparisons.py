@@ -21,8 +21,9 @@ from kvshot.experiments.campaign import campaign_of
 from kvshot.experiments.claims import Finding
 from kvshot.experiments.compare import by_step, check_comparable, pooled
 from kvshot.experiments.end_to_end import PAPER_TREE, SHAPES, EndToEnd, mat_of, place
+from kvshot.experiments.record import published_path
 from kvshot.paper import TABLE5, TABLE6
-from kvshot.viz import GREY, HEIGHT, MARKERS, PALETTE, SMALL, WIDTH, Decay, label_lines
+from kvshot.viz import GREY, HEIGHT, PALETTE, SMALL, WIDTH, Decay, label_lines, looks
 
 Rows = dict[str, list[RunRecord]]
 
@@ -116,15 +117,18 @@ def differences(found: Rows, base: str, results: str | os.PathLike, profile: str
             for name, records in found.items() if name != base}
 
 
-def difference_figure(steps: Mapping[str, Sequence[PairedDifference]], base: str) -> Figure:
+def difference_figure(steps: Mapping[str, Sequence[PairedDifference]], base: str, order: Sequence[str] = ()
+                      ) -> Figure:
     """Lines of `differences` with their 95 % intervals against the draft step; the paper's dashed, where it has them.
+
+    order: the rows of another figure, whose colours the lines get.
     """
     if not steps:
         raise KvshotError(f"no row to compare with {base}: give at least one other")
     fig, ax = plt.subplots(figsize=(WIDTH, HEIGHT * 1.15), layout="constrained")
-    labels, look = [], iter(zip(PALETTE, MARKERS, strict=True))
+    labels, look = [], dict(zip(order or steps, looks(), strict=False))
     for name, several in steps.items():
-        colour, marker = next(look)
+        colour, marker = look[name]
         k = np.arange(len(several))
         value = [d.difference.value for d in several]
         ax.plot(k, value, color=colour, marker=marker)
@@ -185,7 +189,7 @@ def depth_figure(families: Mapping[str, Mapping[int, StepwiseSummary]], paper: M
     """
     fig, ax = plt.subplots(layout="constrained")
     labels = []
-    for (name, depths), colour, marker in zip(families.items(), PALETTE, MARKERS, strict=False):
+    for (name, depths), (colour, marker) in zip(families.items(), looks(), strict=False):
         mats = {depth: s.mat for depth, s in sorted(depths.items())}
         value = np.array([m.value for m in mats.values()])
         error = [value - [m.low for m in mats.values()], np.array([m.high for m in mats.values()]) - value]
@@ -270,7 +274,7 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
     """Tokens a verify call against the length of the chain, a line a drafter, bands: intervals over prompts."""
     fig, ax = plt.subplots(layout="constrained")
     labels = []
-    for (name, record), colour, marker in zip(measured.items(), PALETTE, MARKERS, strict=False):
+    for (name, record), (colour, marker) in zip(measured.items(), looks(), strict=False):
         calls = record.domains[domain].shapes
         lengths = [s.levels for s in SHAPES if s.is_chain]
         mats = [mat_of(calls[TreeShape(n).name]) for n in lengths]
@@ -286,11 +290,13 @@ def chains_figure(measured: Mapping[str, EndToEnd], domain: str) -> Figure:
 def end_to_end(names: Sequence[str], results: str | os.PathLike, profile: str) -> dict[str, EndToEnd]:
     """The end-to-end records of experiments (seed 0), by name; those without are left out.
 
-    Raises KvshotError when none of them has any.
+    Raises KvshotError when none of them has any, or one is of another run than the record beside it.
     """
     paths = {name: place(results, profile, name) for name in names}
     found = {name: EndToEnd.load(path) for name, path in paths.items() if path.exists()}
     if not found:
         raise KvshotError(f"no end-to-end records of {', '.join(names)} in {Path(results) / profile}: run "
                           f"`kvshot reproduce --profile {profile} --only table4`")
+    for name, measured in found.items():
+        measured.check_run(published_path(results, profile, name))
     return found

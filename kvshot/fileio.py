@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvshot.errors import KvshotError
@@ -18,6 +20,11 @@ def _is_full(err: Exception) -> bool:
     if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return any(word in str(err) for word in ("No space left", "PytorchStreamWriter failed", "inline_container"))
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A hidden name that nobody else takes: containers that share a folder also share process ids."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.{ending}")
 
 
 def _no_space(path: Path) -> KvshotError:
@@ -32,7 +39,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp = _beside(path, "tmp")
     try:
         yield tmp
         os.replace(tmp, path)
@@ -48,20 +55,16 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     """The same for a folder: it appears under `path` only when the block ends well.
 
-    An existing folder at `path` is replaced.
+    An existing folder at `path` is replaced; `restore_folder` brings it back should the process be killed amid that.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
+    tmp = _beside(path, "tmp")
     tmp.mkdir()
     try:
         yield tmp
         if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, old)
-            os.replace(tmp, path)
-            shutil.rmtree(old, ignore_errors=True)
+            _swap(path, tmp)
         else:
             os.replace(tmp, path)
     except Exception as err:
@@ -70,6 +73,31 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _swap(path: Path, tmp: Path) -> None:
+    """A folder cannot be renamed over another that is not empty: the old one has to step aside."""
+    old = _beside(path, "old")
+    try:
+        os.replace(path, old)
+        os.replace(tmp, path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(path: str | os.PathLike) -> None:
+    """Put back the folder that a killed `atomic_folder` had moved aside, if there is none at `path`."""
+    path = Path(path)
+    if path.exists():
+        return
+    name = re.compile(rf"\.{re.escape(path.name)}\.\d+(\.[0-9a-f]+)?\.old")
+    with suppress(OSError):  # another process has put it back
+        aside = [p for p in path.parent.glob(".*.old") if name.fullmatch(p.name)]
+        if aside:
+            os.replace(max(aside, key=lambda p: p.stat().st_ctime_ns), path)  # when it was moved aside
 
 
 def require_new(folder: str | os.PathLike) -> None:

@@ -17,14 +17,14 @@ from kvshot.comparisons import label, signed
 from kvshot.evaluation.metrics import pool
 from kvshot.experiments.diagnosis import Diagnosis
 from kvshot.targets import Target
-from kvshot.viz import MARKERS, PALETTE, SMALL, WIDTH
+from kvshot.viz import SMALL, WIDTH, looks
 from kvshot.widgets import Slider, curves, shaded_text
 
 
 def shift_figure(curves: Mapping[str, pd.DataFrame]) -> Figure:
     """Means with intervals (`analysis.compression.interval_by`) against the offset k, a line a measure."""
     fig, ax = plt.subplots(layout="constrained")
-    for (name, c), colour, marker in zip(curves.items(), PALETTE, MARKERS, strict=False):
+    for (name, c), (colour, marker) in zip(curves.items(), looks(), strict=False):
         ax.errorbar(c.index, c["mean"], yerr=[c["mean"] - c["low"], c["high"] - c["mean"]], color=colour,
                     marker=marker, capsize=2, label=name)
         ax.set_xticks(c.index)
@@ -56,7 +56,7 @@ def explained_figure(table: pd.DataFrame) -> Figure:
     """`analysis.equivalence.explained`: variance explained against the block, keys and values side by side."""
     fig, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 2.9), layout="constrained")
     for ax, what in zip(axes, ("keys", "values"), strict=True):
-        for (name, rows), colour, marker in zip(table.groupby("source", sort=False), PALETTE, MARKERS, strict=False):
+        for (name, rows), (colour, marker) in zip(table.groupby("source", sort=False), looks(), strict=False):
             ax.plot(rows["block"], rows[what], color=colour, marker=marker, label=name)
         ax.set(xlabel="block", title=what)
     axes[0].set(ylabel="variance explained (R²)")
@@ -69,7 +69,7 @@ def survival_figure(rates: pd.DataFrame) -> Figure:
     """`analysis.survival.recovered` by source and distance: variance of the value explained, and tokens identified."""
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.0), layout="constrained")
     for ax, (what, title) in zip(axes, (("r2", "value vector (R²)"), ("right", "token identified")), strict=True):
-        for (name, rows), colour, marker in zip(rates.groupby("source", sort=False), PALETTE, MARKERS, strict=False):
+        for (name, rows), (colour, marker) in zip(rates.groupby("source", sort=False), looks(), strict=False):
             at = rows.index.get_level_values("distance")
             off = np.clip(np.stack([rows[what] - rows[f"{what}_low"], rows[f"{what}_high"] - rows[what]]), 0, None)
             ax.errorbar(at, rows[what], yerr=off, color=colour, marker=marker, capsize=2, label=name)
@@ -106,7 +106,7 @@ def regimes_figure(diagnosed: Mapping[str, Diagnosis]) -> Figure:
                              figsize=(WIDTH, 2.3 * -(-len(diagnosed) // 2)))
     top = 0.0
     for ax, (name, d) in zip(axes.flat, diagnosed.items(), strict=False):
-        for way, colour, marker in zip((OWN, STATES, VERIFIED), PALETTE, MARKERS, strict=False):
+        for way, (colour, marker) in zip((OWN, STATES, VERIFIED), looks(), strict=False):
             if way in d.regimes:
                 rates = [s.alpha_marginal for s in pool([d.regimes[way]]).steps]
                 ax.plot([r.value for r in rates], color=colour, marker=marker, label=way)

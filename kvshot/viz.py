@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from kvshot.drafters import Round
 from kvshot.errors import KvshotError
 from kvshot.evaluation import DecodeReport, StepwiseSummary
-from kvshot.experiments import EXPERIMENTS, cost
+from kvshot.experiments import EXPERIMENTS, cost, experiment
 from kvshot.targets import Target
 
 # Okabe and Ito's palette without yellow (too light for a line on white); black and grey are for references.
@@ -29,6 +30,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 # pixels high.
 WIDTH, HEIGHT = 4.6, 3.2
 SMALL = 9  # points
+
+
+def looks() -> Iterator[tuple[str, str]]:
+    """Colour and marker of one line after another: no pair twice in 36."""
+    n = len(PALETTE)
+    return ((PALETTE[i % n], MARKERS[(i + i // n) % n]) for i in count())
 
 
 def set_style() -> None:
@@ -88,7 +95,7 @@ def alpha_decay(series: Sequence[Decay], *, ylabel: str = "acceptance rate α") 
     fig, ax = plt.subplots(layout="constrained")
     steps = np.arange(len(series[0].alpha))
     labels = []
-    colours = iter(zip(PALETTE, MARKERS, strict=True))
+    colours = looks()
     for s in series:
         look = _look(s.kind, colours)
         ax.plot(steps, s.alpha, **look)
@@ -114,16 +121,22 @@ def _look(kind: str, colours) -> dict:
 
 
 def label_lines(ax: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Write each label at the right end of its line, moved up or down just enough not to overlap."""
+    """Write each label at the right end of its line, moved just enough not to overlap or to leave the figure."""
     ax.figure.draw_without_rendering()  # the layout decides the axes' height
     low, high = ax.get_ylim()
     points = ax.get_window_extent().height * 72 / ax.figure.dpi
     line = (high - low) * SMALL * 1.25 / points
-    placed = low
+    placed, below = [], low
     for y, text, colour in sorted(labels):
         half = line * (text.count("\n") + 1) / 2
-        y = max(y, placed + half)
-        placed = y + half + line / 4
+        y = max(y, below + half)
+        below = y + half + line / 4
+        placed.append([y, half, text, colour])
+    above = high + line  # half a line may stand above the axes
+    for entry in reversed(placed):
+        entry[0] = min(entry[0], above - entry[1])
+        above = entry[0] - entry[1] - line / 4
+    for y, _, text, colour in placed:
         ax.annotate(
             text, (x, y), xytext=(3, 0), textcoords="offset points", color=colour, fontsize=SMALL,
             va="center", annotation_clip=False,
@@ -163,7 +176,7 @@ def learning_curve(curves: dict[str, Sequence], *, ylabel: str = "MAT on validat
     """MAT against training tokens seen, one labelled line a run; curves: points with `tokens` and `mat`."""
     fig, ax = plt.subplots(layout="constrained")
     labels = []
-    for (name, points), colour, marker in zip(curves.items(), PALETTE, MARKERS, strict=False):
+    for (name, points), (colour, marker) in zip(curves.items(), looks(), strict=False):
         seen, mat = [p.tokens / 1e6 for p in points], [p.mat for p in points]
         ax.plot(seen, mat, color=colour, marker=marker)
         labels.append((mat[-1], name, colour))
@@ -234,7 +247,7 @@ def experiments_table(target: Target, draft_vocab_size: int, names: Sequence[str
     """What experiments read and remember, and what they cost on a target; all of them by default."""
     rows = {}
     for name in names or EXPERIMENTS:
-        e = EXPERIMENTS[name]
+        e = experiment(name)
         c = e.config(target, draft_vocab_size)
         spent = cost(c)
         layers = f" of layers {', '.join(map(str, c.kv_layers))}" if c.kv_layers else ""

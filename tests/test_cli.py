@@ -52,7 +52,8 @@ def test_train_evaluate_show(place):
     assert "eagle3" in kvshot(place, "show", "run/record.json")
     # the same command again has nothing left to train and measures the same
     kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--device", "cpu")
-    assert RunRecord.load(place / "run" / "record.json").evaluation == record.evaluation
+    again = RunRecord.load(place / "run" / "record.json")
+    assert again.evaluation == record.evaluation and again.created == record.created
     assert kvshot(place, "publish", "run", "--checkpoint").strip() == "results/smoke/eagle3-seed0.json"
     assert RunRecord.load(place / "results/smoke/eagle3-seed0.json") == RunRecord.load(place / "run" / "record.json")
     assert "held_out" in kvshot(place, "evaluate", "results/smoke/eagle3-seed0", "-p", "smoke", "--device", "cpu")
@@ -124,10 +125,15 @@ def test_data_commands(place):
     (("data", "answer", "nowhere.jsonl", "corpus", "--split", "x", "--target", "smoke"), "nowhere.jsonl"),
     (("train", "eagle3", "--profile", "smoke", "--lr", "nan"), "lr"),
     (("train", "eagle3", "--profile", "smoke", "--data", "nowhere"), "no data set in nowhere"),
+    (("train", "eagle3", "--profile", "smoke", "--data", "partly"), "has no split validation"),
+    (("show", "partly"), "no records in partly"),
 ])
 def test_mistakes_are_one_line_and_exit_code_2(place, args, message):
     (place / "empty.jsonl").write_text("")
     write_conversations(place / "silent.jsonl", [Conversation(id="q", messages=[Message(role="user", content="Hi")])])
+    some = [Conversation(id="q", messages=[Message(role="user", content="Hi"), Message(role="assistant", content="Ho")],
+                         meta={"answer_tokens": 1})]
+    Corpus.save(place / "partly", "partly", {}, {"train": some, "held_out": some})
     before = sorted(p.name for p in place.iterdir())
     assert message in kvshot(place, *args, ok=False)
     assert sorted(p.name for p in place.iterdir() if p.name != "cache") == [n for n in before if n != "cache"]
@@ -139,10 +145,11 @@ def test_a_corpus_is_checked(tmp_path):
     Corpus.save(tmp_path, "tiny", {"target": "smoke"}, {"train": some, "held_out": some})
     back = Corpus.load(tmp_path)
     assert back.splits["train"] == some and back.info.splits["train"].answer_tokens == 1
-    first = (tmp_path / "train.jsonl.xz").read_bytes()
+    train = tmp_path / back.info.splits["train"].file
+    first = train.read_bytes()
     Corpus.save(tmp_path, "tiny", {"target": "smoke"}, {"train": some, "held_out": some})
-    assert (tmp_path / "train.jsonl.xz").read_bytes() == first
-    write_conversations(tmp_path / "train.jsonl.xz", some * 2)
+    assert train.read_bytes() == first
+    write_conversations(train, some * 2)
     with pytest.raises(KvshotError, match="differs from recipe.json"):
         Corpus.load(tmp_path)
     with pytest.raises(KvshotError, match="no data set"):

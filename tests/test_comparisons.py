@@ -13,6 +13,7 @@ from kvshot.experiments.claims import scorecard
 from kvshot.experiments.compare import by_step, pooled
 from kvshot.experiments.end_to_end import Calls, Domain, EndToEnd, place
 from kvshot.experiments.record import CodeInfo, CurvePoint, MachineInfo, TargetInfo
+from kvshot.viz import PALETTE
 from tests.experiments.test_compare import record
 
 matplotlib.use("Agg")
@@ -60,6 +61,8 @@ def test_differences(results):
     (axes,) = comparisons.difference_figure(steps, "eagle3").axes
     drawn = [list(line.get_ydata()) for line in axes.lines]
     assert [d.difference.value for d in expected] in drawn
+    (axes,) = comparisons.difference_figure(steps, "eagle3", list(rows)).axes
+    assert [line.get_color() for line in axes.lines[:2]] == list(PALETTE[1:2]) * 2  # measured, and the paper's
     assert comparisons.difference_table(steps).loc[1, "KV-only, 2 layers"] == comparisons.signed(expected[1])
     with pytest.raises(KvshotError, match="no record of mtp"):
         comparisons.differences(rows, "mtp", results, "smoke")

@@ -74,3 +74,5 @@ def test_intervals_and_short_texts(target, ids):
     assert (summary.low <= summary["mean"]).all() and (summary["mean"] <= summary.high).all()
     with pytest.raises(KvshotError, match="longer"):
         attention_shift(target, [ids], [1], first=50)
+    with pytest.raises(KvshotError, match="more than 54"):
+        suppressed_example(target, ids[:54], 4, first=50)

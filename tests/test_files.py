@@ -10,7 +10,15 @@ import pytest
 
 from kvshot.allocator import SETTINGS
 from kvshot.errors import KvshotError
-from kvshot.fileio import atomic_file, atomic_folder, cache_dir, exclusive, require_space, sha256_file
+from kvshot.fileio import (
+    atomic_file,
+    atomic_folder,
+    cache_dir,
+    exclusive,
+    require_space,
+    restore_folder,
+    sha256_file,
+)
 from kvshot.progress import progress
 
 
@@ -39,6 +47,43 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
         with atomic_folder(path) as tmp:
             (tmp / f"{text}.txt").write_text(text)
     assert [p.name for p in path.iterdir()] == ["two.txt"] and [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_two_processes_of_one_number_do_not_share_a_temporary_name(tmp_path):
+    """Containers on one cache folder: each may be process 1."""
+    for make in (atomic_file, atomic_folder):
+        with make(tmp_path / "x") as one, make(tmp_path / "x") as two:
+            assert one != two and one.parent == two.parent == tmp_path
+            for part in (one, two):
+                (part / "file" if part.is_dir() else part).write_text("whole")
+        assert [p.name for p in tmp_path.iterdir()] == ["x"]
+        if make is atomic_file:
+            (tmp_path / "x").unlink()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_folder_that_stepped_aside_comes_back(tmp_path, monkeypatch, killed):
+    path, real = tmp_path / "d.best", os.replace
+    with atomic_folder(path) as tmp:
+        (tmp / "one.txt").write_text("one")
+
+    def replace(source, dest):
+        if str(source).endswith(".tmp") or killed and str(source).endswith(".old"):
+            raise PermissionError("not now")
+        real(source, dest)
+
+    monkeypatch.setattr("os.replace", replace)
+    with pytest.raises(PermissionError), atomic_folder(path) as tmp:
+        (tmp / "two.txt").write_text("two")
+    monkeypatch.setattr("os.replace", real)
+    assert path.exists() != killed
+    for name in (".d.best.old.7.ab.old", ".d.7.ab.old"):  # of other folders
+        (tmp_path / name).mkdir()
+    restore_folder(path)
+    restore_folder(path)
+    assert (path / "one.txt").read_text() == "one" and not (path / "two.txt").exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    restore_folder(tmp_path / "never there")
 
 
 def test_space_cache_and_hash(tmp_path, monkeypatch):

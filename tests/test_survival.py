@@ -76,5 +76,5 @@ def test_rates_are_plain_sums():
 
 
 def test_short_texts(target, texts):
-    with pytest.raises(KvshotError, match="no text is longer than 65"):
+    with pytest.raises(KvshotError, match="fewer than two texts to fit on.*longer than 65"):
         survival(target, texts[:2], texts[2:4], {"state": (2,)}, quiet=True)

@@ -18,6 +18,7 @@ from kvshot.viz import (
     decay_table,
     decode_table,
     learning_curve,
+    looks,
     rates_table,
     recipe_table,
     round_table,
@@ -61,7 +62,8 @@ def test_series_from_an_evaluation():
     assert Decay.from_summary("one conversation", summarise(alone, n_boot=50)).low is None
 
 
-@pytest.mark.parametrize("last", [[0.5, 0.5, 0.5, 0.5], [0.5, 0.51, 0.1, 0.5], [0.02, 0.01, 0.9, 0.0]])
+@pytest.mark.parametrize("last", [[0.5, 0.5, 0.5, 0.5], [0.5, 0.51, 0.1, 0.5], [0.02, 0.01, 0.9, 0.0],
+                                  [0.88, 0.89, 0.88, 0.87, 0.86, 0.88]])
 def test_labels_do_not_overlap(last):
     set_style()
     figure = alpha_decay([Decay(f"series {i}", [0.9, y], n=10_000 * i) for i, y in enumerate(last)])
@@ -105,6 +107,14 @@ def test_a_learning_curve_holds_its_points():
     points = [SimpleNamespace(tokens=1_000_000, mat=1.2), SimpleNamespace(tokens=2_500_000, mat=1.5)]
     (axes,) = learning_curve({"ours": points}).axes
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 1.2], [2.5, 1.5]]
+
+
+def test_every_line_is_drawn_and_has_a_look_of_its_own():
+    points = [SimpleNamespace(tokens=1_000_000, mat=1.2), SimpleNamespace(tokens=2_500_000, mat=1.5)]
+    (axes,) = learning_curve({f"run {i}": points for i in range(20)}).axes
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 20
+    assert len(set(itertools.islice(looks(), 36))) == 36
+    assert len(alpha_decay([Decay(f"row {i}", [0.5, 0.4]) for i in range(9)]).axes[0].lines) == 9
 
 
 def test_rounds_say_what_became_of_each_proposal():

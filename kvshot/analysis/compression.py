@@ -89,7 +89,10 @@ def attention_shift(target: Target, texts: Sequence[Tensor], offsets: Sequence[i
 def suppressed_example(target: Target, ids: Tensor, k: int = 4, *, first: int = 32) -> dict[str, float | int]:
     """The clearest case in one text: of all layers, heads and positions the token which the query at t gave under 1 %
     and the query at t + k gives most weight. Keys: layer, head, position t, token (its position), before, after.
+    Raises KvshotError for a text that is too short.
     """
+    if len(ids) <= first + k:
+        raise KvshotError(f"the text has {len(ids)} tokens: give one of more than {first + k}")
     best: dict[str, float | int] = {"after": -1.0}
     for layer, weights in attention_maps(target, ids, target.kv_layers):
         now, later, counted = _pairs(weights, k, first)

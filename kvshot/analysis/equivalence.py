@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvshot.analysis.compression import SINK
 from kvshot.errors import KvshotError
 from kvshot.targets import Target, capture
 
@@ -34,9 +35,6 @@ def recomputed(target: Target, ids: Tensor) -> pd.DataFrame:
         pairs = (k[:, 0], context.keys[:, at]), (v.transpose(1, 2), context.values[:, at])
         rows[layer] = [float((ours - theirs).abs().max() / theirs.std()) for ours, theirs in pairs]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["keys", "values"]).rename_axis("block")
-
-
-SINK = 1  # the first position's states are of another size than all others
 
 
 def explained(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], sources: dict[str, tuple[int, ...]], *,

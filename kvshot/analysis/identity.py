@@ -22,7 +22,7 @@ def target_as_drafter(target: Target, ids: torch.Tensor, n_steps: int = 7) -> pd
     n, vocab = target.n_layers, DraftVocab(torch.arange(target.vocab_size), target.vocab_size)
     config = DrafterConfig.for_target(
         target, draft_vocab_size=target.vocab_size, memory="target", kv_layers=tuple(range(n)), per_layer=True,
-        injection="linear+rope", depth=n, qk_norm=hasattr(target.decoder.layers[0].self_attn, "q_norm"))
+        injection="linear+rope", depth=n, qk_norm=target.qk_norm)
     drafter = new_drafter(target, config, vocab, seed=0, init="layers").to(target.dtype)
     context = capture(target, ids, hidden_layers=(), kv_layers=config.kv_needed)
     given, scores = Given(keys=context.keys, values=context.values), target.logits(context.final)

@@ -116,13 +116,14 @@ def survival(target: Target, train: Sequence[Tensor], test: Sequence[Tensor], so
     kv = kv if block in kv else (*kv, block)
     first, hidden = max(distances) + 1, tuple(sorted({i for layers in sources.values() for i in layers}))
     train, test = ([t for t in texts if len(t) > first] for texts in (train, test))
-    if not train or not test:
-        raise KvshotError(f"no text is longer than {first} tokens: give longer ones or smaller distances")
+    if len(train) < 2 or not test:
+        raise KvshotError(f"fewer than two texts to fit on, or none to judge, are longer than {first} tokens: give "
+                          "longer ones or smaller distances")
     with progress("reading (texts)", len(train) + len(test), quiet=quiet) as advance:
         fitted, judged = (_Texts(target, texts, hidden, kv, block, first, advance) for texts in (train, test))
     embed = target.embedding_weight.double().cpu().numpy()
     candidates = np.unique(np.concatenate(judged.ids))
-    cut = fitted.number() >= -(-4 * len(train) // 5)
+    cut = fitted.number() >= min(-(-4 * len(train) // 5), len(train) - 1)
     n = judged.values[0].shape[1]
     groups = [slice(0, n), slice(n, n + embed.shape[1])]
     goals = {d: [np.concatenate([part.looked_for("values", d), embed[part.looked_for("ids", d)]], 1)

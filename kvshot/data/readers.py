@@ -87,8 +87,8 @@ def parse_conversations(records: Iterable[tuple[int, Any]], name: str, *, format
     report = ReadReport([], [])
     for number, record in records:
         try:
-            if isinstance(record, json.JSONDecodeError):
-                raise _Bad(f"not JSON ({record.msg} at column {record.colno})")
+            if isinstance(record, Exception):
+                raise _Bad(f"not JSON ({_why(record)})")
             report.conversations.append(_conversation(record, format, f"{name}-{number}"))
         except _Bad as bad:
             report.bad.append((number, str(bad)))
@@ -97,18 +97,21 @@ def parse_conversations(records: Iterable[tuple[int, Any]], name: str, *, format
 
 def write_conversations(path: str | os.PathLike, conversations: Iterable[Conversation]) -> None:
     """Write JSONL, compressed as the suffix says (.xz, .gz); equal conversations give equal bytes."""
+    data = as_jsonl(conversations, Path(path).suffix)
+    with atomic_file(path) as tmp:
+        tmp.write_bytes(data)
+
+
+def as_jsonl(conversations: Iterable[Conversation], suffix: str = "") -> bytes:
+    """The bytes of a JSONL file whose name ends with `suffix`."""
     lines = "".join(
         json.dumps(c.model_dump(exclude_defaults=True), ensure_ascii=False, separators=(",", ":")) + "\n"
         for c in conversations
     )
     data = lines.encode()
-    suffix = Path(path).suffix
     if suffix == ".xz":
-        data = lzma.compress(data, preset=9)
-    elif suffix == ".gz":
-        data = gzip.compress(data, mtime=0)
-    with atomic_file(path) as tmp:
-        tmp.write_bytes(data)
+        return lzma.compress(data, preset=9)
+    return gzip.compress(data, mtime=0) if suffix == ".gz" else data
 
 
 def _text(path: Path) -> str:
@@ -129,24 +132,36 @@ def _text(path: Path) -> str:
         raise KvshotError(f"{path} cannot be read ({err.strerror or err}): check the file") from err
 
 
+_UNREADABLE = (ValueError, RecursionError)  # no JSON; numbers of thousands of digits; nested without end
+
+
+def _why(err: Exception) -> str:
+    if isinstance(err, json.JSONDecodeError):
+        return f"{err.msg} at column {err.colno}"
+    return "nested too deeply" if isinstance(err, RecursionError) else "a number has too many digits"
+
+
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, parsed record), or a JSONDecodeError in place of the record."""
+    """(number, parsed record), or the error in place of the record."""
     text = _text(path)
     if text.lstrip()[:1] == "[" or ".json" in path.suffixes:
         try:
             whole = json.loads(text)
+        except _UNREADABLE as err:
+            if text.lstrip()[:1] == "[":
+                where, why = (f" line {err.lineno}", err.msg) if isinstance(err, json.JSONDecodeError) else (
+                    "", _why(err))
+                raise KvshotError(f"{path}{where}: not JSON ({why}): mend the file") from err
+            # many ".json" files are JSONL
+        else:
             yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
             return
-        except json.JSONDecodeError as err:
-            if text.lstrip()[:1] == "[":
-                raise KvshotError(f"{path} line {err.lineno}: not JSON ({err.msg}): mend the file") from err
-            # many ".json" files are JSONL
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
             continue
         try:
             yield number, json.loads(line)
-        except json.JSONDecodeError as err:
+        except _UNREADABLE as err:
             yield number, err
 
 

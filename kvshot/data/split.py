@@ -51,6 +51,26 @@ def split(
     return Split(train, kept_out, dropped)
 
 
+def split_corpus(
+    conversations: Sequence[Conversation], *, held_out: int, validation: int, seed: int = 0, among: int | None = None,
+) -> tuple[dict[str, list[Conversation]], int]:
+    """The splits "train", "validation" and "held_out" of a data set, and how many conversations were dropped.
+
+    held_out, validation: numbers of conversations, drawn from the first `among`. Those that resemble one held out are
+    dropped from the other two, those that resemble one of validation from training, as `split` defines it.
+
+    Raises KvshotError when a split would be empty.
+    """
+    aside = split(conversations, held_out=held_out + validation, seed=seed, among=among)
+    try:
+        inner = split(aside.held_out, held_out=held_out, seed=seed)
+    except KvshotError as err:
+        raise KvshotError("every conversation for validation resembles a held-out one: ask for more of them, or give "
+                          "more varied data") from err
+    parts = {"train": aside.train, "validation": inner.train, "held_out": inner.held_out}
+    return parts, len(aside.dropped) + len(inner.dropped)
+
+
 def without_alike(
     conversations: Sequence[Conversation], held_out: Sequence[Conversation], *,
     prefix_words: int = 16, gram: int = 8, overlap: float = 0.5,

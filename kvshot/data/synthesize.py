@@ -14,21 +14,22 @@ import os
 import queue
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshot.allocator import set_for_children
-from kvshot.data.corpus import Corpus
+from kvshot.allocator import set_for_children, usable_cores
+from kvshot.data.corpus import OWN_SPLITS, Corpus
 from kvshot.data.filters import Filter, Report, looping
 from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
 from kvshot.data.readers import Conversation, Message
-from kvshot.data.split import split, without_alike
+from kvshot.data.split import split_corpus, without_alike
 from kvshot.data.template import prompt_ids, prompt_text
 from kvshot.errors import KvshotError
-from kvshot.fileio import atomic_file
+from kvshot.fileio import atomic_file, exclusive
 from kvshot.progress import progress
 from kvshot.targets import load_target, load_tokenizer, weights_sha256
 
@@ -67,6 +68,7 @@ class _Frame:
                               "write the prompts yourself and let the target answer them")
         self.before, self.end, self.header = ids[before], ids[after][0], tuple(ids[after][1:])
         self.stop = frozenset({self.end, tokenizer.eos_token_id} - {None})
+        self.quit = self.stop - {self.end}  # behind a user turn that ends so, no answer has the saved context
         self.special = frozenset(tokenizer.all_special_ids)
 
 
@@ -77,7 +79,8 @@ def _rows(recipe: Recipe, frame: _Frame, prompts: Sequence[Sequence[int]] | None
         start = len(common_start(prompts))
         mine = prompts[number * recipe.block_rows : (number + 1) * recipe.block_rows]
         return [Row((Forced(tuple(p[start:])), answer)) for p in mine]
-    user = Sampled(recipe.max_user_tokens, frame.stop, recipe.user_temperature, recipe.user_top_p)
+    user = Sampled(recipe.max_user_tokens, frozenset({frame.end}), recipe.user_temperature, recipe.user_top_p,
+                   quit=frame.quit)
     return [Row((user, Forced(frame.header), answer)) for _ in range(recipe.block_rows)]
 
 
@@ -181,10 +184,10 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
     conversations kept before it, which new ones must not repeat. Returns the kept conversations in block order and the
     report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
-    folder = _folder(Path(folder), recipe.model_dump_json(indent=1))
     tokenizer = tokenizer or load_tokenizer(recipe.target)
     frame, keeper, ready, upto, kept = _Frame(tokenizer), _Keeper(tokenizer, seen), set(), first, 0
-    with progress("answer tokens kept", answer_tokens) as advance:
+    with _begun(Path(folder), recipe.model_dump_json(indent=1)) as folder, progress(
+            "answer tokens kept", answer_tokens) as advance:
         def done(number: int) -> bool:
             nonlocal upto, kept
             ready.add(number)
@@ -197,8 +200,8 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
                                   f"({keeper.filter.report}): the target writes no usable text with this recipe")
             return kept >= answer_tokens
 
-        _run_workers(recipe, folder, None, workers or os.cpu_count() or 1, None, done, max_rows, first)
-    return collect(folder, tokenizer, answer_tokens=answer_tokens, first=first, seen=seen)
+        _run_workers(recipe, folder, None, workers or usable_cores(), None, done, max_rows, first)
+        return collect(folder, tokenizer, answer_tokens=answer_tokens, first=first, seen=seen)
 
 
 def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversation], *, workers: int | None = None,
@@ -210,24 +213,44 @@ def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversa
     tokenizer = tokenizer or load_tokenizer(recipe.target)
     ids = [prompt_ids(tokenizer, p.messages) for p in prompts]
     asked = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
-    folder = _folder(Path(folder), recipe.model_dump_json(indent=1) + f"\nprompts {asked}")
     total = -(-len(prompts) // recipe.block_rows)
-    with progress("blocks", total) as advance:
-        _run_workers(recipe, folder, ids, workers or os.cpu_count() or 1, total, lambda number: bool(advance(1)))
-    kept = []
-    keeper, frame = _Keeper(tokenizer), _Frame(tokenizer)
-    for n in range(total):
-        kept += keeper.part(folder, n, frame, prompts[n * recipe.block_rows : (n + 1) * recipe.block_rows])
+    about = recipe.model_dump_json(indent=1) + f"\nprompts {asked}"
+    with _begun(Path(folder), about) as folder, progress("blocks", total) as advance:
+        _run_workers(recipe, folder, ids, workers or usable_cores(), total, lambda number: bool(advance(1)))
+        kept = []
+        keeper, frame = _Keeper(tokenizer), _Frame(tokenizer)
+        for n in range(total):
+            kept += keeper.part(folder, n, frame, prompts[n * recipe.block_rows : (n + 1) * recipe.block_rows])
     return kept, keeper.filter.report
 
 
-def _folder(folder: Path, text: str) -> Path:
-    path = folder / "recipe.txt"
-    if path.exists() and path.read_text() != text:
-        raise KvshotError(f"{folder} was begun with another recipe or other prompts: use another folder or delete it")
-    with atomic_file(path) as tmp:
-        tmp.write_text(text)
-    return folder
+def answer_corpus(recipe: Recipe, folder: str | os.PathLike, split: str, prompts: Sequence[Conversation], *,
+                  source: str, workers: int | None = None) -> tuple[Corpus, Report]:
+    """`answer` into FOLDER/SPLIT.parts, then add what was kept to the corpus in FOLDER as `split`.
+
+    source: what the prompts are, for the record. Raises KvshotError as `answer` and `Corpus.add` do (before the work
+    where it can be known), and when no answer is worth keeping.
+    """
+    folder = Path(folder)
+    Corpus.load(folder).info.require_free(split)
+    kept, report = answer(recipe, folder / f"{split}.parts", prompts, workers=workers)
+    if not kept:
+        raise KvshotError(f"none of the {len(prompts)} answers is worth keeping ({report}): nothing was added, try "
+                          "other prompts, another target or temperature")
+    return Corpus.add(folder, split, kept, describe(recipe, report) | {"prompts": source}), report
+
+
+@contextmanager
+def _begun(folder: Path, text: str) -> Iterator[Path]:
+    """A folder of parts of one recipe, with one process in it."""
+    with exclusive(folder):
+        path = folder / "recipe.txt"
+        if path.exists() and path.read_text() != text:
+            raise KvshotError(f"{folder} was begun with another recipe or other prompts: use another folder or "
+                              "delete it")
+        with atomic_file(path) as tmp:
+            tmp.write_text(text)
+        yield folder
 
 
 class _Keeper:
@@ -252,6 +275,8 @@ class _Keeper:
 
     def _conversation(self, row, name: str, frame: _Frame, prompt) -> tuple[Conversation | None, str | None]:
         written, tokenizer = row["written"], self.tokenizer
+        if row["outcome"] == "quit":
+            return None, "user turn without its end token"
         if prompt is None and len(written) < 3:
             return None, "endless user turn"
         if row["outcome"] == "gave up":
@@ -290,18 +315,30 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
 
     held_out: conversations that are only evaluated on; a third of that many more become the validation split. Both
     come from the first HELD_OUT_AMONG, so that a longer synthesis only adds training conversations at the end.
-    Near-duplicates of either are removed from training.
+    Near-duplicates of either are removed from training. A finished data set of the same recipe is continued, or
+    returned with an empty report when it holds as much; its other splits stay. Raises KvshotError when OUT holds
+    another data set.
     """
     out = Path(out)
-    kept, report = synthesize(recipe, out / "parts", answer_tokens=answer_tokens, workers=workers)
-    aside = split(kept, held_out=held_out + max(1, held_out // 3), seed=recipe.seed, among=HELD_OUT_AMONG)
-    inner = split(aside.held_out, held_out=held_out, seed=recipe.seed)
-    about = describe(recipe, report) | {"dropped as like a held-out one": len(aside.dropped) + len(inner.dropped)}
-    parts = {"train": aside.train, "validation": inner.train, "held_out": inner.held_out}
-    return Corpus.save(out, out.resolve().name, about, parts), report
+    asked = recipe.model_dump(mode="json") | {"target_weights_sha256": weights_sha256(recipe.target)}
+    with exclusive(out):
+        about, splits = {}, {}
+        if old := Corpus.begun(out, asked):
+            about, splits, there = old.info.recipe, old.splits, len(old.splits["held_out"])
+            if there != held_out:
+                raise KvshotError(f"{out} holds a data set with {there} conversations held out, not {held_out}: ask "
+                                  "for as many, or name a new folder")
+            if _own_tokens(old) >= answer_tokens:
+                return old, Report()
+        kept, report = synthesize(recipe, out / "parts", answer_tokens=answer_tokens, workers=workers)
+        parts, dropped = split_corpus(kept, held_out=held_out, validation=max(1, held_out // 3), seed=recipe.seed,
+                                      among=HELD_OUT_AMONG)
+        about = {**about, **describe(recipe, report), "dropped as like a held-out one": dropped}
+        return Corpus.save(out, out.resolve().name, about, {**splits, **parts}), report
 
 
-OWN_SPLITS = ("train", "validation", "held_out")
+def _own_tokens(corpus: Corpus) -> int:
+    return sum(corpus.info.splits[name].answer_tokens for name in OWN_SPLITS)
 
 
 def extend_corpus(folder: str | os.PathLike, *, answer_tokens: int, workers: int | None = None
@@ -313,13 +350,18 @@ def extend_corpus(folder: str | os.PathLike, *, answer_tokens: int, workers: int
     not synthesised, or by other weights.
     """
     folder = Path(folder)
-    corpus = Corpus.load(folder)
+    Corpus.load(folder)  # before the lock makes a folder
+    with exclusive(folder):
+        return _extend(folder, Corpus.load(folder), answer_tokens, workers)
+
+
+def _extend(folder: Path, corpus: Corpus, answer_tokens: int, workers: int | None) -> tuple[Corpus, Report]:
     about, splits = dict(corpus.info.recipe), corpus.splits
     if not {*Recipe.model_fields, "target_weights_sha256"} <= set(about) or not set(OWN_SPLITS) <= set(splits):
         raise KvshotError(f"{folder} was not made by `kvshot data synthesize`: only such a data set can be extended")
     recipe = Recipe(**{name: about[name] for name in Recipe.model_fields})
     own = [c for name in OWN_SPLITS for c in splits[name]]
-    missing = answer_tokens - sum(corpus.info.splits[name].answer_tokens for name in OWN_SPLITS)
+    missing = answer_tokens - _own_tokens(corpus)
     if missing <= 0:
         return corpus, Report()
     if about["target_weights_sha256"] != weights_sha256(recipe.target):

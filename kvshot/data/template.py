@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -71,16 +71,18 @@ def encode(
     `max_length` keeps the first tokens. A token that mixes template and answer is not supervised.
 
     Raises KvshotError as `prompt_ids` does, and when no token is supervised, when an answer contains an end
-    token, or when the template changes an answer in a way that leaves no clear span.
+    token, when the template changes an answer in a way that leaves no clear span, or when it renders the last
+    answer as the target did not write it: not behind the generation prompt, or with an empty thought before an
+    answer that was cut or that holds a thought without an end.
     """
     return _encode(_Template(tokenizer, options), conversation, max_length)
 
 
 def encode_all(
     tokenizer, conversations: Iterable[Conversation], max_length: int | None = None, *,
-    on_empty: Literal["skip", "refuse"] = "skip", options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Encoded:
-    """`encode` for many. Conversations that give no usable example are listed in `skipped`, or refused.
+    """`encode` for many. Conversations that give no usable example are listed in `skipped`.
 
     Raises KvshotError when none is left.
     """
@@ -90,8 +92,6 @@ def encode_all(
         try:
             examples.append(_encode(template, conversation, max_length))
         except KvshotError as err:
-            if on_empty == "refuse":
-                raise
             skipped.append((conversation.id, str(err)))
     if not examples:
         why = f" (first: {skipped[0][1]})" if skipped else ""
@@ -131,8 +131,13 @@ class _Template:
         if not tokenizer.is_fast:
             raise KvshotError("the tokenizer gives no character offsets: load its fast version")
         self.tokenizer, self.options = tokenizer, dict(options or {})
+        try:
+            source = tokenizer.get_chat_template()
+        except ValueError as err:
+            raise KvshotError("the tokenizer has several chat templates and none of them is the default one: set its "
+                              "chat_template to the one for conversations") from err
         for name in self.options:  # jinja ignores what it does not know: a typo would go unnoticed
-            if name not in tokenizer.get_chat_template():
+            if name not in source:
                 raise KvshotError(f"the chat template knows no option {name!r}: check its spelling")
         special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         self.special_ids = np.array(sorted({*special, *tokenizer.all_special_ids}), dtype=np.int64)
@@ -143,8 +148,9 @@ class _Template:
             return self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=generation_prompt, **self.options
             )
-        except TemplateError as err:
-            raise KvshotError(f"the chat template refuses the turns ({err}): change or skip them") from err
+        except (TemplateError, TypeError, ValueError) as err:  # the last two: what Python says of its expressions
+            why = (str(err).strip().splitlines() or [type(err).__name__])[0]
+            raise KvshotError(f"the chat template refuses the turns ({why}): change or skip them") from err
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Messages and generation prompt; an answer's header where the template ignores the request."""
@@ -155,7 +161,7 @@ class _Template:
                 return before
         return text
 
-    def answer(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+    def answer(self, messages: Sequence[Message], turn: int, text: str, truncated: bool) -> tuple[int, int]:
         """Characters [start, stop) of `text` = render(messages) that the model writes in `turn`.
 
         A rendering with the answer replaced by a mark shows what the template puts before and after it.
@@ -167,14 +173,31 @@ class _Template:
         marked = self.render([*messages[:turn], stand_in, *messages[turn + 1:]])
         before, found, after = marked.partition(mark)
         stop = len(text) - len(after)
-        starts = [self.prompt(messages[:turn])] if turn else []
-        start = next((len(p) for p in (*starts, before) if text.startswith(p)), None)
+        prompt = self.prompt(messages[:turn]) if turn else before
+        start = next((len(p) for p in (prompt, before) if text.startswith(p)), None)
         if not found or mark in after or not text.endswith(after) or start is None or start > stop:
             raise KvshotError(
                 f"the chat template rewrites turn {turn + 1} so that the answer cannot be told apart: "
                 "remove its thinking block, change the template options or skip the conversation"
             )
+        if turn == len(messages) - 1:  # in earlier turns a template may drop what their generation prompts held
+            _check_last(messages[turn].content.strip(), prompt, before, text, stop, truncated)
         return start, stop
+
+
+def _check_last(said: str, prompt: str, before: str, text: str, stop: int, truncated: bool) -> None:
+    """Raise KvshotError where the last answer, of the text `said`, is not rendered as the target wrote it."""
+    if not text.startswith(prompt):
+        raise KvshotError(f"the chat template does not put the last answer behind its generation prompt, which ends "
+                          f"with {prompt[-20:]!r}: a drafter would be trained on other text than it decodes; change "
+                          "the template options or use another template")
+    added = before[len(prompt):].strip()  # an empty thought, where a template puts one before a plain answer
+    if not added or not text.startswith(before) or text[len(prompt):stop].strip() == said:
+        return
+    why = "was cut" if truncated else "has a thought without an end" if said.startswith(added.split()[0]) else ""
+    if why:
+        raise KvshotError(f"the chat template puts {added!r} before the last answer, which {why}: the target did not "
+                          "write that; mend the answer, change the template options or skip the conversation")
 
 
 def _encode(template: _Template, conversation: Conversation, max_length: int | None) -> Example:
@@ -182,7 +205,8 @@ def _encode(template: _Template, conversation: Conversation, max_length: int | N
     if not messages:
         raise KvshotError(f"conversation {conversation.id!r} has no messages: remove it")
     text = template.render(messages)
-    spans = [template.answer(messages, i, text) for i, m in enumerate(messages) if m.role == "assistant"]
+    spans = [template.answer(messages, i, text, conversation.truncated)
+             for i, m in enumerate(messages) if m.role == "assistant"]
     if conversation.truncated:
         if messages[-1].role != "assistant":
             raise KvshotError(f"conversation {conversation.id!r} is truncated but has no last answer: mend")

@@ -92,10 +92,6 @@ class DraftVocab:
         """int64 [V_d] of offsets: draft token i is target token i + d2t[i]."""
         return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
-    def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
-        """Draft indices of target ids, any shape; -1 outside the draft vocabulary."""
-        return self.lookup[target_ids]
-
     def to(self, device: torch.device | str) -> DraftVocab:
         """The same on another device."""
         return DraftVocab(self.ids.to(device), self.vocab_size)

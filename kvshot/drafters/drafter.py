@@ -61,6 +61,12 @@ class Drafter(nn.Module):
         angles = positions[..., None].double() * self.frequencies[device]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
+    def in_vocab(self) -> Tensor:
+        """Which of the target's tokens it can propose, bool [V]."""
+        known = torch.zeros(self.config.target_vocab_size, dtype=torch.bool, device=self.vocab_ids.device)
+        known[self.vocab_ids] = True
+        return known
+
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embedding).to(self.norm.weight.dtype)
 

@@ -19,6 +19,7 @@ from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_folder
 from kvshot.targets import Target
+from kvshot.targets.loading import first_line
 from kvshot.targets.rope import rope_frequencies, rope_parameters
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -51,15 +52,11 @@ def load_eagle3(folder: str | os.PathLike, target: Target, *, hidden_layers: Seq
     except KvshotError:
         raise
     except Exception as err:  # whatever a strange configuration makes of the lines above
-        raise KvshotError(f"{folder}/config.json is not understood ({type(err).__name__}: {_first_line(err)}): give an "
+        raise KvshotError(f"{folder}/config.json is not understood ({type(err).__name__}: {first_line(err)}): give an "
                           "intact EAGLE-3 checkpoint") from err
     drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
     load_strictly(drafter, tensors, folder)
     return drafter.to(target.device).eval(), vocab
-
-
-def _first_line(err: Exception) -> str:
-    return str(err).strip().split("\n")[0]
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from kvshot.data import DraftVocab
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.injection import Injection
-from kvshot.drafters.layers import rotate
+from kvshot.drafters.layers import DraftLayer, rotate
 from kvshot.errors import KvshotError
 from kvshot.targets import Target
 
@@ -25,8 +25,8 @@ def new_drafter(target: Target, config: DrafterConfig, vocab: DraftVocab, *, see
     With init "target", final norm and draft head are the target's (pruned to the draft vocabulary), and the fusion
     passes the highest hidden state through, so that the head reads from the first step what it was made to read. With
     "layers" the blocks are copies of the target's, too, and injections begin as the identity on one target layer.
-    Raises KvshotError for a target whose blocks are of another kind, or whose keys are turned otherwise than the
-    drafter turns them.
+    Raises KvshotError for a target whose norm, head or blocks compute otherwise than the drafter's with the same
+    weights, or whose keys are turned otherwise than the drafter turns them.
     """
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(config, target.embedding_weight, vocab.ids.to(target.device))
@@ -61,15 +61,50 @@ def _check_rotation(drafter: Drafter, target: Target) -> None:
                               "and values cannot be reused yet, only its hidden states")
 
 
+@torch.no_grad()
 def _start_from_head(drafter: Drafter, target: Target) -> None:
+    """A trial, as above: no class name tells how a norm or a head computes."""
     config, d = drafter.config, drafter.config.hidden_size
-    if not hasattr(target.decoder, "norm") or target.config.model_type.startswith("gemma"):
-        raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use init='random'")
     drafter.lm_head.weight.data.copy_(target.head_weight[drafter.vocab_ids])
-    if config.hidden_layers[-1:] != (target.n_layers,):  # that state has passed the target's norm already
-        drafter.norm.weight.data.copy_(target.decoder.norm.weight)
+    ids = drafter.vocab_ids[:256]
+    # states along the head's own rows: their scores are large, so that a cap on scores shows
+    x = torch.cat([_trial(d, target), target.head_weight[ids[:8]]])
+    if config.hidden_layers[-1:] == (target.n_layers,):  # that state has passed the target's norm already
+        ours, theirs = drafter.lm_head(x.float()), target.logits(x, ids)
+    else:
+        _copy_norm(drafter, target, x)
+        ours, theirs = drafter.logits(x.float()), target.logits(target.decoder.norm(x), ids)
+    if not _close(ours[:, : len(ids)], theirs):
+        raise KvshotError(f"{target.name} scales, caps or shifts the scores of its head, which a drafter does not: use "
+                          "init='random'")
     if config.reads_hidden:
         drafter.fc.weight.data[:, -d:] += torch.eye(d, device=target.device)
+
+
+def _copy_norm(drafter: Drafter, target: Target, x: Tensor) -> None:
+    norm, mine = getattr(target.decoder, "norm", None), drafter.norm
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.shape == mine.weight.shape:
+        for candidate in (weight, 1 + weight.float()):  # Gemma and Qwen3-Next store it less one
+            mine.weight.data.copy_(candidate)
+            if _same_norm(mine, norm, x):
+                return
+    raise KvshotError(f"the final norm of {target.name} works otherwise than the drafter's: use init='random'")
+
+
+def _trial(d: int, target: Target) -> Tensor:
+    """States [8, d] whose mean is not zero: a norm that takes it off shows."""
+    x = 1 + torch.randn(8, d, generator=torch.Generator().manual_seed(0))
+    return x.to(target.device, target.dtype)
+
+
+def _same_norm(mine: nn.Module, theirs: nn.Module, x: Tensor) -> bool:
+    return torch.allclose(mine(x.float()), theirs(x).float(), rtol=0.02, atol=1e-3)  # the target may be in bfloat16
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal but for bfloat16 sums: what differs in kind differs by more than 4 % of the largest."""
+    return float((ours - theirs.float()).abs().max()) <= 0.04 * float(theirs.abs().max())
 
 
 def _blocks(config: DrafterConfig, n_layers: int) -> list[int]:
@@ -97,8 +132,24 @@ def _copy_block(drafter: Drafter, index: int, target: Target, block: int) -> Non
                           "init='target'" + (", or qk_norm" if "_norm" in odd else ""))
     for name, theirs in into.items():
         _fill(mine[name], source[theirs], f"{name} of block {block}")
+    _check_block(layer, target, block)
     if layer.takes_state:
         layer.hidden_norm.weight.data.copy_(source["input_layernorm.weight"])
+
+
+@torch.no_grad()
+def _check_block(layer: DraftLayer, target: Target, block: int) -> None:
+    """With the same weights, what a draft layer does beside attention must be what the block does."""
+    theirs, x = target.decoder.layers[block], _trial(layer.input_layernorm.weight.shape[0], target)
+    width = target.head_dim
+    same = (all(_same_norm(layer.get_submodule(name), theirs.get_submodule(name), x)
+                for name in ("input_layernorm", "post_attention_layernorm"))
+            and _close(layer.feed_forward(x.float()), theirs.mlp(x))
+            and abs(getattr(theirs.self_attn, "scaling", width**-0.5) * width**0.5 - 1) < 1e-3
+            and getattr(theirs, "residual_multiplier", 1.0) == 1.0)
+    if not same:
+        raise KvshotError(f"block {block} of {target.name} computes otherwise than a draft layer with its weights "
+                          "(norms, activation or scalings): use init='target'")
 
 
 def _fill(mine: Tensor, theirs: Tensor, what: str) -> None:

@@ -150,6 +150,9 @@ class DraftLayer(nn.Module):
             out, grown[source] = self.get_submodule(name)(inputs, rope, memory[source], limit[source], past, attend)
             outputs.append(out)
         x = residual + (self.merge(*outputs) if len(outputs) > 1 else outputs[0])
-        h = self.post_attention_layernorm(x)
+        return x + self.feed_forward(self.post_attention_layernorm(x)), grown
+
+    def feed_forward(self, h: Tensor) -> Tensor:
+        """SwiGLU, [..., d] -> [..., d]."""
         mlp = self.mlp
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h)), grown
+        return mlp["down_proj"](F.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))

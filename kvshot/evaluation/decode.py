@@ -90,6 +90,8 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
     while True:
         end = next((n + 1 for n, t in enumerate(new) if t in run.eos or stop and stop(tokens + new[: n + 1])), None)
         new = new[:end][: max_new_tokens - len(tokens)]
+        if run.report.kept:
+            run.report.kept[-1] = len(new)
         tokens += new
         if on_tokens is not None:
             on_tokens(new)
@@ -124,6 +126,8 @@ def for_generate(target: Target, drafter: Drafter, shape: TreeShape | None = Non
             for token in new:
                 streamer.put(torch.tensor([token]))
 
+        if streamer is not None:
+            streamer.put(input_ids.cpu())  # as transformers does: a streamer may skip the prompt
         out = decode(target, drafter, input_ids[0].tolist(), shape=shape, eos_ids=(),
                      max_new_tokens=generation_config.max_length - input_ids.shape[1],
                      temperature=1.0 if generation_config.do_sample else 0.0,  # the processors hold the user's own
@@ -142,6 +146,8 @@ def plain_decode(target: Target, ids: Sequence[int], max_new_tokens: int, *, eos
     """Greedy decoding, a token a pass, with the same cache: what `decode` must equal, and the fair baseline."""
     eos = set(target.eos_ids if eos_ids is None else eos_ids)
     session, score, tokens = Session(target), target.scorer(), []
+    if not len(ids):
+        raise KvshotError("decoding needs a prompt of at least one token")
     fed = torch.tensor(list(ids), device=target.device)
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos):
         fed = score(session.read(fed)[-1:]).argmax(-1)

@@ -8,6 +8,7 @@ from kvshot.drafters.drafter import Drafter
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.progress import progress
 from kvshot.targets import FeatureStore
+from kvshot.targets.store import token_batches
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import choose_columns, gather_columns, unroll
 
@@ -20,14 +21,11 @@ def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, ba
     A target choice outside the draft vocabulary is a miss. Columns come by sequence, then by position. how: `offline`
     or `true_states` of `unroll`.
     """
-    size = max(1, batch_tokens // max(store.lengths))
-    device = drafter.vocab_ids.device
-    in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=device)
-    in_vocab[drafter.vocab_ids] = True
-    order, parts = sorted(range(len(store)), key=store.lengths.__getitem__), []  # batches pad little
+    device, in_vocab, parts = drafter.vocab_ids.device, drafter.in_vocab(), []
+    order = sorted(range(len(store)), key=store.lengths.__getitem__, reverse=True)  # so that batches pad little
     with progress("evaluating (sequences)", len(store), quiet=quiet) as advance:
-        for start in range(0, len(store), size):
-            batch = load_batch(store, order[start : start + size], drafter.config)
+        for part in token_batches([store.lengths[i] for i in order], batch_tokens):
+            batch = load_batch(store, order[part], drafter.config)
             columns = choose_columns(batch.loss_mask, n_steps, None).to(device)
             batch = batch.to(device)
             keep = columns.valid[..., 0]

@@ -43,7 +43,14 @@ class Bench:
     @cached_property
     def conversations(self) -> dict[str, list]:
         if self.profile.data is not None:
-            return Corpus.load(self.profile.data).splits
+            splits = Corpus.load(self.profile.data).splits
+            if lacking := [name for name in (TRAIN, VALIDATION) if name not in splits]:
+                raise KvshotError(f"the data in {self.profile.data} has no split {lacking[0]}: add one, or choose "
+                                  "another corpus")
+            if len(splits) < 3:
+                raise KvshotError(f"the data in {self.profile.data} has no split to measure on beside {TRAIN} and "
+                                  f"{VALIDATION}: add one, such as held_out")
+            return splits
         parts = split(toy_conversations(240, seed=0), held_out=60, prefix_words=50, overlap=1.1)
         return {TRAIN: parts.train, VALIDATION: parts.held_out[:20], "held_out": parts.held_out[20:]}
 
@@ -88,7 +95,7 @@ class Bench:
         for path in sorted((cache_dir() / "features").glob(f"{stem}-*/index.json")):
             try:
                 meta = FeatureStore(path.parent).meta
-            except KvshotError:  # damaged, or of another version: it serves nobody, and stops nobody
+            except KvshotError:  # damaged, or of another version; building that very one again says what to do
                 continue
             have_hidden, have_kv = tuple(meta["hidden_layers"]), tuple(meta["kv_layers"])
             if {*hidden} <= {*have_hidden} and {*kv} <= {*have_kv}:

@@ -14,7 +14,7 @@ from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.experiments.end_to_end import EndToEnd, place
 from kvshot.experiments.profiles import Profile, profile
-from kvshot.experiments.record import RunRecord, load_records
+from kvshot.experiments.record import RunRecord, load_records, published_path
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
@@ -42,14 +42,14 @@ def missing(profile_name: str, results: str | os.PathLike, only: Sequence[str] =
 
 
 def _published(profile_name: str, results: str | os.PathLike, e: Experiment, seed: int) -> bool:
-    return _fits(Path(results) / profile_name / f"{e.name}-seed{seed}.json", profile(profile_name), e.name, seed)
+    return _fits(published_path(results, profile_name, e.name, seed), profile(profile_name), e.name, seed)
 
 
 def _to_replay(profile_name: str, results: str | os.PathLike, e: Experiment, seed: int) -> bool:
     """Of Table 4, and not measured end to end since the record was made."""
     if "table4" not in e.tables or seed:
         return False
-    measured, record = place(results, profile_name, e.name), Path(results) / profile_name / f"{e.name}-seed0.json"
+    measured, record = place(results, profile_name, e.name), published_path(results, profile_name, e.name)
     return not (measured.exists() and record.exists()
                 and EndToEnd.load(measured).run_created == RunRecord.load(record).created)
 
@@ -60,7 +60,7 @@ def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
     record, wanted = RunRecord.load(path), recipe(chosen, name, seed=seed)
     if record.training is None or any(d.counts is None for d in record.evaluation.values()):
         return False
-    if chosen.train_conversations not in (None, record.data.n_train_conversations):
+    if (record.experiment, record.profile) != (name, chosen.name) or record.setting not in (None, chosen.setting):
         return False
     return wanted.model_dump(mode="json").items() <= record.training.options.items()
 
@@ -86,13 +86,16 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         return []
     chosen = profile(profile_name)
     lacking = {(e.name, seed) for e, seed in todo if not _published(profile_name, results, e, seed)}
-    # a start whose record is published may lack its checkpoint here: it is trained again, its record stays
+    # a start whose record is published may lack its checkpoint here: it is trained again, and its record stays unless
+    # it is replayed, too: what is measured end to end is of the run whose record is published
     for e, seed in list(todo):
         before = e.start and (EXPERIMENTS[e.start], seed)
         if before and before not in todo and not _usable(runs / f"{e.start}-seed{seed}", chosen, *before):
             todo.insert(0, before)
-    names = list(dict.fromkeys(e.name for e, _ in todo))
-    _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
+    names = list(dict.fromkeys(e.name for e, seed in todo
+                               if not _usable(runs / f"{e.name}-seed{seed}", chosen, e, seed)))
+    if names:
+        _kvshot("capture", "--profile", profile_name, *(x for n in names for x in ("--only", n)), *options)
 
     def one(e: Experiment, seed: int) -> None:
         folder = runs / f"{e.name}-seed{seed}"
@@ -102,9 +105,10 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         if not _usable(folder, chosen, e, seed):
             _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
                     **share)
-        if (e.name, seed) in lacking:
+        replayed = _to_replay(profile_name, results, e, seed)
+        if (e.name, seed) in lacking or replayed:
             publish(folder, results)
-        if _to_replay(profile_name, results, e, seed):
+        if replayed or _to_replay(profile_name, results, e, seed):
             _kvshot("replay", str(folder), "--results", str(results), *options, **share)
 
     for (e, seed), error in _in_parallel(todo, jobs, one, lambda e, seed: _last_line(runs / f"{e.name}-seed{seed}")):
@@ -132,7 +136,12 @@ def _in_parallel(todo: Sequence[Run], jobs: int, one: Callable[[Experiment, int]
                 waiting.remove(ready)
                 running[pool.submit(one, *ready)], count = ready, count + 1
                 _say(f"run {count} of {len(todo)}: {ready[0].name}-seed{ready[1]} ({ready[0].about})")
-            done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
+            try:
+                done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
+            except BaseException:  # interrupted: a run left behind would bar the next campaign from its folder
+                for child in list(_children):
+                    child.terminate()
+                raise
             if not done:
                 _say("; ".join(f"{e.name}-seed{seed}: {state(e, seed)}" for e, seed in running.values()))
             for future in done:
@@ -156,6 +165,9 @@ def _last_line(folder: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "starting")
 
 
+_children: set[subprocess.Popen] = set()
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -172,8 +184,16 @@ def _kvshot(*args: str, log: Path | None = None, share: int = 1) -> None:
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") if log is not None else nullcontext() as stderr:
-        done = subprocess.run([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL, stderr=stderr,
-                              env=environment)
+        done = subprocess.Popen([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL, stderr=stderr,
+                                env=environment)
+        _children.add(done)
+        try:
+            done.wait()
+        except BaseException:
+            done.terminate()
+            raise
+        finally:
+            _children.discard(done)
     if done.returncode < 0:
         raise KvshotError(f"killed by signal {-done.returncode} (out of memory?)")
     if done.returncode:

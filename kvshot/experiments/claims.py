@@ -105,7 +105,7 @@ def _claims() -> list[Claim]:
         ("it is ahead of EAGLE-3 trained as long at the last step", "hybrid-checkpoint", "eagle3-continued", last,
          "ours"),
         ("training on helps EAGLE-3 by itself", "eagle3-continued", "eagle3", "mat", "ours"),
-        ("the hybrid from chance is ahead of EAGLE-3", "hybrid-random", "eagle3", "mat", "paper"),
+        ("the hybrid from a random start is ahead of EAGLE-3", "hybrid-random", "eagle3", "mat", "paper"),
         ("the checkpoint helps the hybrid", "hybrid-checkpoint", "hybrid-random", "mat", "paper"),
         ("EAGLE-3 is ahead of cross-attention alone", "eagle3", "cross-only-random", "mat", "paper"),
         ("at the last step, too", "eagle3", "cross-only-random", last, "paper"),

@@ -24,10 +24,10 @@ from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import (
     DataInfo,
     OfRun,
-    RunRecord,
     Strict,
     describe_code,
     describe_machine,
+    published_path,
     trained_record,
 )
 
@@ -99,9 +99,8 @@ def diagnoses(results: str | os.PathLike, profile_name: str) -> dict[str, Diagno
     """
     found: dict[str, Diagnosis] = {}
     for path in sorted((Path(results) / profile_name / "diagnosis").glob("*-seed*.json")):
-        d, record = Diagnosis.load(path), Path(results) / profile_name / path.name
-        if record.exists() and RunRecord.load(record).created != d.run_created:
-            raise KvshotError(f"{path} is of an earlier run than {record}: make it again with `kvshot diagnose`")
+        d = Diagnosis.load(path)
+        d.check_run(published_path(results, profile_name, d.experiment, d.seed))
         found.setdefault(d.experiment, d)
     return found
 
@@ -128,7 +127,7 @@ def diagnose(bench: Bench, drafter: Drafter, name: str, *, seed: int = 0, run_cr
     """
     if "held_out" not in bench.conversations:
         raise KvshotError("the data has no split held_out to diagnose on: add one, or choose another corpus")
-    n_steps, target, quiet = bench.profile.train.n_steps, bench.target, bench.quiet
+    n_steps, target, quiet, code = bench.profile.train.n_steps, bench.target, bench.quiet, describe_code()
     bench.also.append(drafter.config)
     batch_tokens = bench.profile.train.batch_tokens
     queries = _learned(bench, drafter, n_steps, query_steps, batch_tokens)
@@ -150,7 +149,7 @@ def diagnose(bench: Bench, drafter: Drafter, name: str, *, seed: int = 0, run_cr
         target=bench.target_info(), texts=texts, regimes={name: ConversationCounts.of(h) for name, h in hits.items()},
         drift=drift, looking=looking, outcomes=outcomes, query_steps=query_steps,
         query_tokens=query_steps * batch_tokens, queries=queries,
-        code=describe_code(), machine=describe_machine(target.device), created=now)
+        code=code, machine=describe_machine(target.device), created=now)
 
 
 def _looking(table: pd.DataFrame) -> list[Looking]:
@@ -182,7 +181,6 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     path = Path(results) / record.profile / "diagnosis" / f"{record.experiment}-seed{record.training.seed}.json"
     out.save(path)
     return out, path
-
 
 
 def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: str | None = None, texts: int = 48,

@@ -49,7 +49,8 @@ def dry_run(profile: Profile, only: Sequence[str] = (), *, mean_length: int = 15
         config = e.config(target, profile.draft_vocab_size)
         spent, steps = cost(config, prefix=mean_length // 2), int(e.train.get("n_steps", recipe.n_steps))
         features = recipe.batch_tokens * feature_bytes(target, config)
-        heads = config.n_heads * (config.memory != "none") + config.cross_heads[0] * (config.memory == "both")
+        sources = {"none": (), "own": ("own",), "target": ("target",), "both": ("own", "target")}[config.memory]
+        heads = sum(config.cross_heads[0] if source == "target" else config.n_heads for source in sources)
         kept = profile.draft_vocab_size * 2 + config.depth * heads * mean_length * 8  # bytes a column and step
         memory = spent.parameters * TRAINING_BYTES + features + steps * columns * kept
         # the prefix memory: one full column of every token at most

@@ -27,10 +27,11 @@ from kvshot.experiments.bench import Bench
 from kvshot.experiments.profiles import profile
 from kvshot.experiments.record import OfRun, Sha256, Strict, describe_code, describe_machine, trained_record
 from kvshot.fileio import atomic_file, cache_dir
+from kvshot.paper import SETTING
 from kvshot.progress import progress
 from kvshot.targets import Target
 
-PAPER_TREE = TreeShape(8, 10, 60)
+PAPER_TREE = TreeShape(SETTING.tree_depth, SETTING.tree_top_k, SETTING.tree_candidates)
 SHAPES = (PAPER_TREE, *map(TreeShape, range(1, 9)))
 
 
@@ -131,7 +132,7 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
 
     bench.target should be in float32: its rounding is that of the text.
     """
-    target, domains = bench.target, {}
+    target, domains, code = bench.target, {}, describe_code()
     prompts, max_new_tokens = bench.profile.replay_prompts, bench.profile.replay_tokens
     for name in bench.domains:
         conversations = bench.conversations[name][:prompts]
@@ -145,15 +146,20 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
     return EndToEnd(experiment=experiment, profile=bench.profile.name, seed=seed, run_created=run_created,
                     max_new_tokens=max_new_tokens,
                     target=bench.target_info(), computed_in=str(target.dtype).removeprefix("torch."), domains=domains,
-                    code=describe_code(), machine=describe_machine(target.device), created=datetime.now(UTC))
+                    code=code, machine=describe_machine(target.device), created=datetime.now(UTC))
 
 
 def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: str | None = None
                 ) -> tuple[EndToEnd, Path]:
-    """Measure a finished run's best drafter in float32, and publish what came out. Raises KvshotError for no such run.
+    """Measure a finished run's best drafter in float32, and publish what came out.
+
+    Raises KvshotError for no such run, and for one on other data than its profile's.
     """
     record = trained_record(Path(run) / "record.json")
     bench = Bench(profile(record.profile).model_copy(update={"dtype": "float32"}), device=device)
+    if bench.data_info() != record.data:
+        raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
+                          "measure a run on the profile's data")
     drafter, _ = load_drafter(Path(run) / "best", bench.target)
     seed = record.training.seed
     out = measure(bench, drafter, record.experiment, seed, record.created)

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvshot.errors import KvshotError
-from kvshot.fileio import cache_dir
+from kvshot.fileio import cache_dir, sha256_file
 from kvshot.training.trainer import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,14 @@ class Profile(BaseModel):
     families: dict[str, dict[str, JsonValue]] = {}
     replay_prompts: int = Field(50, ge=2)
     replay_tokens: int = Field(128, ge=2)
+
+    @property
+    def setting(self) -> dict[str, JsonValue]:
+        """What beside the recipe makes two runs comparable: target, text, lengths; the text by its `recipe.json`."""
+        made = None if self.data is None else self.data / "recipe.json"
+        return {**self.model_dump(mode="json", include={"target", "dtype", "draft_vocab_size", "max_length",
+                                                        "train_conversations", "online"}),
+                "corpus": sha256_file(made) if made is not None and made.exists() else None}
 
 
 _LAPTOP = Profile(

@@ -140,8 +140,9 @@ class MachineInfo(Strict):
 class RunRecord(Stored):
     """One run of one experiment.
 
-    experiment, profile: names; drafter: its configuration (for a run without one, what was run instead);
-    training: None when nothing was trained; evaluation: by held-out domain; created: UTC.
+    experiment, profile: names; drafter: its configuration (for a run without one, what was run instead); setting:
+    `Profile.setting` (None in records older than the field); training: None when nothing was trained; evaluation: by
+    held-out domain; created: UTC, when the training ended.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -151,6 +152,7 @@ class RunRecord(Stored):
     cost: Cost | None = None
     target: TargetInfo
     data: DataInfo
+    setting: dict[str, JsonValue] | None = None
     training: TrainingInfo | None = None
     evaluation: dict[str, DomainEvaluation]
     code: CodeInfo
@@ -202,6 +204,12 @@ class OfRun(Stored):
             first = str(err).splitlines()[0]
             raise KvshotError(f"{path} is no {cls.KIND} ({first}): {cls.REMEDY}") from err
 
+    def check_run(self, record: str | os.PathLike) -> None:
+        """Raises KvshotError when the record of the run, if it is there, is of another run than was measured here."""
+        if Path(record).exists() and RunRecord.load(record).created != self.run_created:
+            raise KvshotError(f"the {self.KIND} of {self.experiment}, seed {self.seed}, is of another run than "
+                              f"{record}: {self.REMEDY}")
+
 
 def trained_record(path: str | os.PathLike) -> RunRecord:
     """The record of a run that trained a drafter. Raises KvshotError for any other."""
@@ -209,6 +217,11 @@ def trained_record(path: str | os.PathLike) -> RunRecord:
     if record.training is None:
         raise KvshotError(f"the run of {path} trained nothing: give a run that `kvshot train` made")
     return record
+
+
+def published_path(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0) -> Path:
+    """Where the record of a run is published; its checkpoint lies beside it, without the suffix."""
+    return Path(results) / profile / f"{experiment}-seed{seed}.json"
 
 
 def load_records(folder: str | os.PathLike) -> list[RunRecord]:

@@ -58,14 +58,9 @@ def _blocks(depth: int) -> Callable[[Target], Choices]:
     def choices(target: Target) -> Choices:
         n, half = target.n_layers, depth // 2
         return {"memory": "target", "kv_layers": (*range(half), *range(n - half, n)), "per_layer": True,
-                "injection": "linear+rope", "depth": depth, **_norms(target)}
+                "injection": "linear+rope", "depth": depth, "qk_norm": target.qk_norm}  # as the blocks to copy have
 
     return choices
-
-
-def _norms(target: Target) -> Choices:
-    """A copy of a block has norms on queries and keys where the block has."""
-    return {"qk_norm": hasattr(target.decoder.layers[0].self_attn, "q_norm")}
 
 
 def _rows() -> list[Experiment]:
@@ -100,9 +95,10 @@ def _rows() -> list[Experiment]:
         Experiment("kv-only-2-outer", "the drafter of kv-only-2-blocks from a random start: what is the start alone "
                    "worth?", ("beyond",), _blocks(2), "kv"),
         Experiment("eagle3-block", "EAGLE-3 whose layer starts as a copy of the target's last block",
-                   ("table2", "beyond"), lambda target: {**_states(target), **_norms(target)},
+                   ("table2", "beyond"), lambda target: {**_states(target), "qk_norm": target.qk_norm},
                    train={"init": "layers"}),
-        Experiment("hybrid-random", "both, merged by a gate, from chance", ("table3", "table5"), _with_states("both")),
+        Experiment("hybrid-random", "both, merged by a gate, from a random start", ("table3", "table5"),
+                   _with_states("both")),
         Experiment("cross-only-random", "EAGLE-3's input, the target's keys and values instead of its own memory",
                    ("table3", "table5"), _with_states("target")),
         Experiment("cross-only-checkpoint", "the same from EAGLE-3's checkpoint", ("table3", "table5"),

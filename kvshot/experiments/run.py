@@ -26,6 +26,7 @@ from kvshot.experiments.record import (
     TrainingInfo,
     describe_code,
     describe_machine,
+    published_path,
     trained_record,
 )
 from kvshot.experiments.registry import experiment
@@ -36,7 +37,7 @@ from kvshot.training.masks import supervised_columns
 from kvshot.training.probes import save_probes
 from kvshot.training.trainer import Progress, TrainConfig, Trainer, processes
 
-PROBES = "probes.csv.xz"
+PROBES, RECORD = "probes.csv.xz", "record.json"
 
 
 def recipe(base: Profile, name: str, **given) -> TrainConfig:
@@ -56,7 +57,7 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
     drafter_config = e.config(bench.target, len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
     if e.start is not None:
-        if start is None or not (Path(start).parent / "record.json").exists():  # written when a run is whole
+        if start is None or not (Path(start).parent / RECORD).exists():  # written when a run is whole
             raise KvshotError(f"{name} starts from a finished run of {e.start}, and {start or 'nothing'} is none: "
                               f"train {e.start} first, or use `kvshot reproduce --only {name}`")
         warm_start(drafter, load_drafter(start, bench.target)[0])
@@ -75,8 +76,10 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
         return {"mat": summary.mat.value, "alpha": summary.alpha}
 
     trainer = Trainer(bench.target, drafter, bench.vocab, store, config, folder, evaluate)
+    # a record says that its folder holds a whole run: it goes before the first step of another
+    begins = (Path(folder) / RECORD).unlink if group.is_main_process else lambda **_: None
     with exclusive(folder) if group.is_main_process else nullcontext():
-        return trainer.run(quiet=bench.quiet)
+        return trainer.run(quiet=bench.quiet, begins=lambda: begins(missing_ok=True))
 
 
 def evaluate(
@@ -93,20 +96,21 @@ def evaluate(
     return drafter, out
 
 
-def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, record: str | os.PathLike, *,
-        start: str | os.PathLike | None = None) -> RunRecord:
-    """Train, evaluate the best checkpoint, write the record to `record`.
+def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, *,
+        start: str | os.PathLike | None = None) -> RunRecord | None:
+    """Train, evaluate the best checkpoint, write the record to `record.json` in `folder`.
 
-    Under torchrun or `accelerate launch` the processes share every batch; the first of them reports and writes.
+    Under torchrun or `accelerate launch` the processes share every batch; the first of them evaluates, reports and
+    writes, and the others get None. A run that was whole already is evaluated again, and keeps the
+    date that it is known by.
     """
-    folder, group = Path(folder), processes(resolve_device(bench.device))
+    folder, group, code = Path(folder), processes(resolve_device(bench.device)), describe_code()
     bench.quiet |= not group.is_main_process
     with group.main_process_first():
         bench.target.weights_sha256  # noqa: B018  the others find it unpacked
     done = train(bench, name, folder, config, start=start)
-    with group.main_process_first():
-        for domain in bench.domains:
-            bench.store(domain)
+    if not group.is_main_process:
+        return None
     drafter, measured = evaluate(bench, folder / "best", bench.profile.train.n_steps)
     curve = [CurvePoint(**point) for point in done.curve]
     training = TrainingInfo(
@@ -118,21 +122,23 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     result = RunRecord(
         experiment=name, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
         cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
-        evaluation=measured, code=describe_code(), machine=describe_machine(bench.target.device))
-    if group.is_main_process:
-        if done.probes:
-            save_probes(folder / PROBES, done.probes)
-        result.save(record)
+        setting=bench.profile.setting, evaluation=measured, code=code, machine=describe_machine(bench.target.device))
+    if (folder / RECORD).exists():
+        result.created = RunRecord.load(folder / RECORD).created
+    if done.probes:
+        save_probes(folder / PROBES, done.probes)
+    result.save(folder / RECORD)
     return result
 
 
 def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint: bool = False) -> Path:
     """Copy a run's record to results/<profile>/<experiment>-seed<n>.json, what its probes saw to the folder `probes`
-    there, and, if asked, its drafter in bfloat16.
+    there, and, if asked or if one is there, which would be another run's, its drafter in bfloat16.
     """
-    record = trained_record(Path(folder) / "record.json")
-    name = Path(results) / record.profile / f"{record.experiment}-seed{record.training.seed}"
-    if checkpoint:
+    record = trained_record(Path(folder) / RECORD)
+    path = published_path(results, record.profile, record.experiment, record.training.seed)
+    name = path.with_suffix("")
+    if checkpoint or name.exists():
         target = load_target(record.target.name, device="cpu")
         drafter, vocab = load_drafter(Path(folder) / "best", target)
         save_drafter(name, drafter, vocab, target, dtype=torch.bfloat16)
@@ -140,7 +146,6 @@ def publish(folder: str | os.PathLike, results: str | os.PathLike, *, checkpoint
     if seen.exists():
         with atomic_file(name.parent / "probes" / f"{name.name}.csv.xz") as tmp:
             shutil.copyfile(seen, tmp)
-    path = name.with_name(name.name + ".json")
     record.save(path)
     return path
 
@@ -151,7 +156,7 @@ def published(name: str, profile_name: str, results: str | os.PathLike, *, seed:
 
     Raises KvshotError when the record is not there and `live` is False.
     """
-    path = Path(results) / profile_name / f"{name}-seed{seed}.json"
+    path = published_path(results, profile_name, name, seed)
     if not live:
         if not path.exists():
             raise KvshotError(f"no record {path}: set live=True to compute it, or choose a profile that has records")
@@ -161,17 +166,17 @@ def published(name: str, profile_name: str, results: str | os.PathLike, *, seed:
     if before is not None:
         published(before, profile_name, results, seed=seed, live=True, quiet=quiet)
     folder = runs / f"{name}-seed{seed}"
-    return run(bench, name, folder, recipe(bench.profile, name, seed=seed), folder / "record.json",
+    return run(bench, name, folder, recipe(bench.profile, name, seed=seed),
                start=before and runs / f"{before}-seed{seed}" / "best")
 
 
 def published_drafter(name: str, target: Target, results: str | os.PathLike, profile_name: str, *,
                       seed: int = 0) -> Drafter:
     """The drafter of a run: the committed checkpoint, else the one that a live run left in the cache."""
-    run = f"{name}-seed{seed}"
-    places = [Path(results) / profile_name / run, cache_dir() / "runs" / profile_name / run / "best"]
+    published_one = published_path(results, profile_name, name, seed).with_suffix("")
+    places = [published_one, cache_dir() / "runs" / profile_name / published_one.name / "best"]
     found = next((p for p in places if (p / "config.json").exists()), None)
     if found is None:
-        raise KvshotError(f"no checkpoint of {run} for profile {profile_name}: train it with "
+        raise KvshotError(f"no checkpoint of {published_one.name} for profile {profile_name}: train it with "
                           f"published({name!r}, {profile_name!r}, results, live=True)")
     return load_drafter(found, target)[0]

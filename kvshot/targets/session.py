@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvshot.errors import KvshotError
+from kvshot.targets.hooks import keep_input
 from kvshot.targets.target import Target
 
 
@@ -75,17 +76,17 @@ class Session:
             mask[:, start:].masked_fill_(~sees, torch.finfo(mask.dtype).min)
             options |= {"attention_mask": mask[None, None], "position_ids": (start + depth)[None]}
         states: dict[int, Tensor] = {}
-        hooks = [decoder.layers[i].register_forward_pre_hook(_keep(states, i), with_kwargs=True)
+        hooks = [decoder.layers[i].register_forward_pre_hook(keep_input(states, i), with_kwargs=True)
                  for i in set(self.hidden_layers) - {self.target.n_layers}]
         try:
-            final = decoder(input_ids=tokens[None], **options).last_hidden_state[0]
+            final = decoder(input_ids=tokens[None], **options).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
         states[self.target.n_layers] = final
-        self.hidden = torch.stack([states[i] for i in self.hidden_layers]) if self.hidden_layers else None
+        self.hidden = torch.stack([states[i][0] for i in self.hidden_layers]) if self.hidden_layers else None
         self._start, self.length = start, start + n
-        return final
+        return final[0]
 
     def keep(self, which: Sequence[int]) -> None:
         """Of the tokens read last, keep these, in this order (each the next position), and forget the others."""
@@ -103,10 +104,3 @@ class Session:
         cut = slice(self._start, self.length)
         both = [(self.cache.layers[j].keys[..., cut, :], self.cache.layers[j].values[..., cut, :]) for j in layers]
         return torch.stack([k for k, _ in both], 1), torch.stack([v for _, v in both], 1)
-
-
-def _keep(states: dict[int, Tensor], i: int):
-    def hook(_module, args: tuple, kwargs: dict) -> None:
-        states[i] = (args[0] if args else kwargs["hidden_states"])[0]
-
-    return hook

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvshot.data.template import examples_sha256
 from kvshot.errors import KvshotError
 from kvshot.fileio import atomic_file, require_space
 from kvshot.products import fast_products
@@ -136,10 +137,13 @@ class FeatureStore:
         number, start = self._where[i]
         if number not in self._shards:
             path = _shard_path(self.folder, number)
-            with safe_open(path, "pt") as shard:
-                if shard.metadata().get("key") != self.meta["key"]:
-                    raise KvshotError(f"{path} is of another store: delete {self.folder} and capture again")
-                self._shards[number] = {name: shard.get_tensor(name) for name in shard.keys()}
+            try:
+                with safe_open(path, "pt") as shard:
+                    if (shard.metadata() or {}).get("key") != self.meta["key"]:
+                        raise KvshotError(f"{path} is of another store: delete {self.folder} and capture again")
+                    self._shards[number] = {name: shard.get_tensor(name) for name in shard.keys()}
+            except SafetensorError as err:
+                raise KvshotError(f"{path} is damaged: delete {self.folder} and capture again") from err
         return _sequence(self._shards[number], start, start + self.lengths[i])
 
 
@@ -192,13 +196,18 @@ def _sequence(shard: dict[str, Tensor], start: int, end: int) -> dict[str, Tenso
 
 
 def _read_index(folder: Path) -> dict:
+    """Raises KvshotError unless everything is there that a store is read by."""
     try:
         meta = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if meta["format"] != FORMAT:
             raise KvshotError(f"feature store {folder} has format {meta['format']}, not {FORMAT}: "
                               "capture again in another folder")
+        if len(meta["shard_sizes"]) != len(_plan(meta["lengths"], meta["shard_tokens"])):
+            raise ValueError("not the shards of these lengths")
+        for field in ("key", "hidden_layers", "kv_layers"):
+            meta[field]
         return meta
-    except (json.JSONDecodeError, KeyError, TypeError) as err:
+    except (ValueError, KeyError, TypeError) as err:
         raise KvshotError(f"{folder / INDEX} is damaged: delete {folder} and capture again") from err
 
 
@@ -235,17 +244,12 @@ def _describe(
     hidden_layers, kv_layers = resolve_layers(target, hidden_layers, kv_layers)
     if not len(examples):
         raise KvshotError("no examples to capture: check the data and its filters")
-    tokens = hashlib.sha256()
     for i, example in enumerate(examples):
-        ids = np.ascontiguousarray(example.ids, dtype="<i8")
-        mask = np.ascontiguousarray(example.loss_mask, dtype=np.bool_)
-        if ids.ndim != 1 or len(ids) == 0 or ids.shape != mask.shape:
-            raise KvshotError(f"example {i} has ids {ids.shape} and loss mask {mask.shape}: encode it again")
-        tokens.update(len(ids).to_bytes(8, "little"))
-        tokens.update(ids)
-        tokens.update(mask)
+        ids, mask = np.shape(example.ids), np.shape(example.loss_mask)
+        if len(ids) != 1 or ids[0] == 0 or ids != mask:
+            raise KvshotError(f"example {i} has ids {ids} and loss mask {mask}: encode it again")
     fields = {
-        "format": FORMAT, "weights_sha256": target.weights_sha256, "tokens_sha256": tokens.hexdigest(),
+        "format": FORMAT, "weights_sha256": target.weights_sha256, "tokens_sha256": examples_sha256(examples),
         "hidden_layers": list(hidden_layers), "kv_layers": list(kv_layers),
         "computed_in": str(target.dtype), "stored_in": str(dtype),
     }
@@ -258,8 +262,8 @@ def _token_bytes(target: Target, key: dict, dtype: torch.dtype) -> int:
     return (states + cached) * dtype.itemsize + 17  # two int64 ids and a mask byte
 
 
-def _batches(lengths: list[int], batch_tokens: int) -> Iterator[slice]:
-    """Runs of sequences (longest first) whose padded size stays within `batch_tokens`."""
+def token_batches(lengths: list[int], batch_tokens: int) -> Iterator[slice]:
+    """Runs of sequences (lengths falling) whose padded size stays within `batch_tokens`."""
     start = 0
     while start < len(lengths):
         size = max(1, batch_tokens // lengths[start])
@@ -300,7 +304,7 @@ def _capture_shard(
         "argmax": torch.empty(total, dtype=torch.int64, device=device),
     }
     end = 0
-    for batch in _batches(lengths, batch_tokens):
+    for batch in token_batches(lengths, batch_tokens):
         sizes = torch.tensor(lengths[batch])
         mask = torch.arange(int(sizes.max())) < sizes[:, None]
         start, end = end, end + int(sizes.sum())

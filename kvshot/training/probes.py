@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -130,7 +131,10 @@ def save_probes(path: str | os.PathLike, rows: list[dict[str, float]]) -> None:
 
 
 def load_probes(path: str | os.PathLike) -> pd.DataFrame:
-    """What `save_probes` wrote, indexed by step. Raises KvshotError when there is nothing."""
+    """What `save_probes` wrote, indexed by step. Raises KvshotError when there is nothing, or it is damaged."""
     if not Path(path).exists():
         raise KvshotError(f"no probes at {path}: train the experiment again, or choose one that has them")
-    return pd.read_csv(path, index_col="step", compression="xz")
+    try:
+        return pd.read_csv(path, index_col="step", compression="xz")
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as err:
+        raise KvshotError(f"{path} is damaged ({type(err).__name__}): train the experiment again") from err

@@ -25,7 +25,7 @@ from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import Init
 from kvshot.errors import KvshotError
-from kvshot.fileio import atomic_file
+from kvshot.fileio import atomic_file, restore_folder
 from kvshot.products import WideProducts, wide_is_faster
 from kvshot.progress import progress
 from kvshot.targets import Features, Target
@@ -160,8 +160,9 @@ class Trainer:
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.done = Progress(wide=wide_is_faster(self.accelerator.device, products))
 
-    def run(self, *, until: int | None = None, quiet: bool = False) -> Progress:
-        """Train to step `until` (default: the end), from `last.pt` if it is there.
+    def run(self, *, until: int | None = None, quiet: bool = False, begins: Callable[[], None] = lambda: None
+            ) -> Progress:
+        """Train to step `until` (default: the end), from `last.pt` if it is there. begins: called before a first step.
 
         Raises KvshotError when the loss is not finite, or `last.pt` belongs to another recipe.
         """
@@ -171,6 +172,8 @@ class Trainer:
             raise KvshotError(f"the processes found different steps in {self.folder}: give them one shared folder")
         config, state = self.config, self.done
         until = config.steps if until is None else until
+        if state.step < until:
+            begins()
         batches = training_batches(self.store.lengths, config.batch_tokens, config.seed, state.step)
         running: list[tuple[torch.Tensor, torch.Tensor]] = []
         with progress("training (steps)", config.steps, start=state.step, quiet=quiet) as advance:
@@ -289,6 +292,7 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.done = Progress(**saved["progress"])
+        restore_folder(self.folder / "best")  # killed while it was replaced: the one of this step lies aside
         try:
             load_drafter(self.folder / "best", self.target)
         except KvshotError as err:  # lost or foreign: the next check writes it again, if one is to come

@@ -151,9 +151,7 @@ class TTTLoss(nn.Module):
         super().__init__()
         self.drafter, self.teacher, self.n_steps, self.decay = drafter, teacher, n_steps, decay
         self.offline, self.mean = offline, mean
-        in_vocab = torch.zeros(drafter.config.target_vocab_size, dtype=torch.bool, device=drafter.vocab_ids.device)
-        in_vocab[drafter.vocab_ids] = True
-        self.register_buffer("in_vocab", in_vocab, persistent=False)
+        self.register_buffer("in_vocab", drafter.in_vocab(), persistent=False)
 
     def forward(self, batch: Batch, columns: Columns) -> Tensor:
         loss = batch.final.new_zeros((), dtype=torch.float32)

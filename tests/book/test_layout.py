@@ -1,7 +1,10 @@
 """The files around the book agree with each other and with what is installed."""
 
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -84,8 +87,27 @@ def test_constraints_pin_every_dependency_within_its_range():
     torch = Requirement(re.search(r"^TORCH \?= (\S+)$", read("Makefile"), re.M)[1])
     assert "torch" not in pins
     for name, requirement in requirements().items():
-        (pin,) = pins.get(name, torch).specifier
+        assert name == "torch" or name in pins, requirement
+        (pin,) = (torch if name == "torch" else pins[name]).specifier
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), (requirement, pin)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+def test_another_torch_sets_the_environment_up_again(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_text(read(name))
+    (tmp_path / "constraints-1.txt").touch()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "ok").touch()
+    env = {name: value for name, value in os.environ.items() if name not in ("TORCH", "MAKEFLAGS")}
+
+    def said(*arguments: str) -> str:
+        return subprocess.run(["make", "-n", "test", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True,
+                              check=True).stdout
+
+    assert "pip install" not in said() and "torch==2.12.0\n" in said("TORCH=torch==2.12.0")
+    (tmp_path / ".venv" / "torch").write_text("torch==2.12.0\n")
+    assert "pip install" not in said() + said("TORCH=torch==2.12.0") and "pip install" in said("TORCH=torch==2.11.0")
 
 
 def test_constraints_name_no_machine():

@@ -38,6 +38,19 @@ def test_rows_become_a_corpus(local, tmp_path):
     assert sum(len(part) for part in few.splits.values()) == 10
 
 
+def test_a_fetched_corpus_is_not_replaced(local, tmp_path, monkeypatch):
+    first, bad = hub.fetch_corpus("sharegpt", tmp_path / "out", held_out=4)
+    Corpus.add(tmp_path / "out", "other", first.splits["held_out"], {})
+    monkeypatch.setitem(hub.SOURCES, "ultrachat", hub.Source("elsewhere", "train"))
+    for name, options in (("sharegpt", {"held_out": 3}), ("sharegpt", {"held_out": 4, "limit": 12}),
+                          ("ultrachat", {"held_out": 4})):
+        with pytest.raises(KvshotError, match="another recipe"):
+            hub.fetch_corpus(name, tmp_path / "out", **options)
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("fetched again"))
+    again, same = hub.fetch_corpus("sharegpt", tmp_path / "out", held_out=4)
+    assert same == bad == 2 and again.splits == first.splits | {"other": first.splits["held_out"]}
+
+
 def test_what_cannot_be_had(local, tmp_path, monkeypatch):
     with pytest.raises(KvshotError, match="unknown data set 'pile'"):
         hub.fetch_corpus("pile", tmp_path)

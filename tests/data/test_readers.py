@@ -76,6 +76,7 @@ BAD = [
     ({"data": ["Hi", "Ho"], "truncated": "yes"}, "'truncated' must be"),
     ({"data": ["Hi", "Ho"], "meta": 3}, "'meta' an object"),
     ({"data": ["Hi"], "truncated": True}, "does not end with an assistant turn"),
+    ("[" * 100_000, "nested too deeply"), ('{"data": ["Hi", "Ho"], "n": ' + "1" * 5000 + "}", "too many digits"),
 ]
 
 
@@ -115,6 +116,9 @@ def test_format_can_be_forced(tmp_path):
 @pytest.mark.parametrize("name, content, match", [
     ("empty.jsonl", b"\n\n", "holds no conversations"), ("empty.json", b"[]", "holds no conversations"),
     ("broken.json", b'[{"data": ["Hi",\n "Ho"]},', "line 2: not JSON"),
+    ("deep.json", b"[" * 100_000, "deep.json: not JSON .nested too deeply"),
+    ("digits.json", b"[" + b"1" * 5000 + b"]", "digits.json: not JSON .a number has too many digits"),
+    ("digits.jsonl", b'{"data": ' + b"1" * 5000 + b"}", "line 1: not JSON .a number has too many digits"),
     ("latin.jsonl", b'{"data": ["\xe9"]}', "not UTF-8"),
     ("a.jsonl.xz", b"no xz", "cannot be decompressed"), ("a.jsonl.gz", b"no gz", "cannot be decompressed"),
     ("cut.jsonl.xz", lzma.compress(b"x" * 99)[:-9], "cannot be decompressed"),

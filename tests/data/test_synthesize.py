@@ -11,9 +11,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshot.data import Conversation, Message, prompt_ids
 from kvshot.data.corpus import Corpus
-from kvshot.data.synthesize import Recipe, _Frame, _Keeper, answer, extend_corpus, synthesize, synthesize_corpus
+from kvshot.data.filters import Report
+from kvshot.data.synthesize import (
+    Recipe,
+    _Frame,
+    _Keeper,
+    _rows,
+    answer,
+    extend_corpus,
+    synthesize,
+    synthesize_corpus,
+)
 from kvshot.errors import KvshotError
-from kvshot.targets import load_target
+from kvshot.fileio import exclusive
+from kvshot.targets import load_target, weights_sha256
 
 WORDS = [f"w{i}" for i in range(40)]
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -93,6 +104,47 @@ def test_a_corpus_grows_at_its_end_only(word_target, tmp_path, monkeypatch):
     assert Corpus.load(tmp_path).splits == large.splits
 
 
+def test_a_finished_data_set_is_not_replaced(word_target, tmp_path, monkeypatch):
+    asked, begun = recipe(word_target), []
+    monkeypatch.setattr("kvshot.data.synthesize._run_workers", lambda *a, **k: begun.append(a) or pytest.fail("work"))
+    about = asked.model_dump(mode="json") | {"target_weights_sha256": weights_sha256(word_target)}
+    some = [Conversation(id="0-0", messages=[Message(role="user", content="w1"), Message(role="assistant",
+            content="w2")], meta={"answer_tokens": 100})]
+    splits = {name: some for name in ("train", "validation", "held_out", "other")}
+    there = Corpus.save(tmp_path, "x", about | {"other": {}}, splits)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    same, report = synthesize_corpus(asked, tmp_path, answer_tokens=300, held_out=1)
+    assert same.info == there.info and not report.kept  # it holds as much
+    for other, held_out, message in ((recipe(word_target, seed=2), 1, "another recipe .seed"),
+                                     (recipe("smoke"), 1, "another recipe .target"),
+                                     (asked, 2, "with 1 conversations held out, not 2")):
+        with pytest.raises(KvshotError, match=message):
+            synthesize_corpus(other, tmp_path, answer_tokens=1000, held_out=held_out)
+    with exclusive(tmp_path), pytest.raises(KvshotError, match="another process"):
+        synthesize_corpus(asked, tmp_path, answer_tokens=1000, held_out=1)
+    with exclusive(tmp_path), pytest.raises(KvshotError, match="another process"):
+        extend_corpus(tmp_path, answer_tokens=1000)
+    assert not begun and {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.name != ".lock"} == before
+
+
+def test_a_longer_one_keeps_the_other_splits(word_target, tmp_path, monkeypatch):
+    asked = recipe(word_target)
+    about = asked.model_dump(mode="json") | {"target_weights_sha256": weights_sha256(word_target)}
+
+    def some(n, first=0):
+        return [Conversation(id=f"{i}-0", messages=[
+            Message(role="user", content=f"w{i} w{i + 1}"), Message(role="assistant", content=f"w{i + 2}")],
+            meta={"answer_tokens": 1}) for i in range(first, first + n)]
+
+    other = some(2, 50)
+    Corpus.save(tmp_path, "x", about | {"other": {"prompts": "mine"}}, {
+        "train": some(1), "validation": some(1, 1), "held_out": some(1, 2), "other": other})
+    monkeypatch.setattr("kvshot.data.synthesize.synthesize", lambda *a, **k: (some(20), Report(kept=20)))
+    longer, _ = synthesize_corpus(asked, tmp_path, answer_tokens=20, held_out=1)
+    assert longer.splits["other"] == other and longer.info.recipe["other"] == {"prompts": "mine"}
+    assert longer.info.recipe["kept"] == 20 and len(longer.splits["train"]) == 18
+
+
 @pytest.mark.slow
 def test_an_extended_corpus_is_the_longer_one(word_target, tmp_path, monkeypatch):
     monkeypatch.setattr("kvshot.data.synthesize.HELD_OUT_AMONG", 12)
@@ -143,6 +195,7 @@ def test_a_target_that_writes_nothing_usable_is_reported(tmp_path, monkeypatch):
     ([[5]], "limit", "endless user turn"),
     ([[5], [6], [7]], "gave up", "looping"),
     ([[], [6], [7]], "stop", "empty"),
+    ([[5, 6]], "quit", "user turn without its end token"),
 ])
 def test_reasons_to_drop(tokenizer, written, outcome, reason):
     frame = _Frame(tokenizer)
@@ -154,3 +207,33 @@ def test_special_tokens_inside_a_turn_are_dropped(tokenizer):
     frame = _Frame(tokenizer)
     row = {"written": [[40], list(frame.header), [41, frame.end, 42]], "outcome": "stop"}
     assert _Keeper(tokenizer)._conversation(row, "x", frame, None) == (None, "special tokens")
+
+
+def test_a_user_turn_with_another_end_ends_the_row(tokenizer):
+    """Llama 3 may end a text where it should end a turn: the answer behind it would have another context."""
+    frame = _Frame(tokenizer)
+    assert not frame.quit and frame.stop == {frame.end}
+    frame.stop, frame.quit = frozenset({frame.end, 3}), frozenset({3})
+    ended, ok = _rows(recipe("smoke"), frame, None, 0)[:2]
+    for row, last in ((ended, 3), (ok, frame.end)):
+        row.take(40)
+        row.take(last)
+    assert ended.done and ended.outcome == "quit" and ended.written == [[40]]
+    assert not ok.done and ok.outcome == "stop" and ok.queue
+    while ok.queue:
+        ok.pop_forced()
+    ok.take(41)
+    ok.take(3)  # an answer may end so
+    assert ok.done and ok.outcome == "stop"
+
+
+def test_default_workers_are_the_usable_cores(tokenizer, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("kvshot.data.synthesize.usable_cores", lambda: 7)
+    monkeypatch.setattr("kvshot.data.synthesize._run_workers", lambda *a, **k: started.append(a[3]))
+    prompt = Conversation(id="p", messages=[Message(role="user", content="Hi")])
+    for call in (lambda: synthesize(recipe("smoke"), tmp_path / "a", answer_tokens=1),
+                 lambda: answer(recipe("smoke"), tmp_path / "b", [prompt])):
+        with pytest.raises((KvshotError, FileNotFoundError)):  # nothing was written
+            call()
+    assert started == [7, 7]

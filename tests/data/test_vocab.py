@@ -35,8 +35,8 @@ def test_maps_agree():
     assert vocab.d2t.tolist() == [1, 3, 3, 6]  # offsets, not ids
     assert vocab.t2d.nonzero()[:, 0].tolist() == [1, 4, 5, 9] and vocab.t2d.dtype == torch.bool
     draft = torch.arange(len(vocab))
-    assert torch.equal(vocab.to_draft(draft + vocab.d2t), draft)
-    assert vocab.to_draft(torch.tensor([[0, 1], [9, 10]])).tolist() == [[-1, 0], [3, -1]]
+    assert torch.equal(vocab.lookup[draft + vocab.d2t], draft)
+    assert vocab.lookup[torch.tensor([[0, 1], [9, 10]])].tolist() == [[-1, 0], [3, -1]]
     assert len(vocab) == 4 and len(vocab.t2d) == 11
 
 

