@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ data = typer.Typer(help="Conversations: write, read, look at.")
 console = Console(markup=False, highlight=False, soft_wrap=True)  # paths and [intervals] as they are
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="smoke, smollm2-135m, a hub id or a local folder")]
+TemplateOption = Annotated[str, typer.Option(help="options of the chat template, as JSON")]
 
 
 class OnBad(StrEnum):
@@ -37,6 +39,7 @@ def synthesize(
     answer_tokens: Annotated[int, typer.Option(min=1, help="stop when this many answer tokens were kept")] = 100_000,
     temperature: Annotated[float, typer.Option(min=0, help="of the answers; 0 is greedy")] = 0.7,
     max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    template: TemplateOption = "{}",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     workers: Annotated[Optional[int], typer.Option(min=1, help="processes; default: one per core")] = None,  # noqa: UP045
     held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a third more choose checkpoints")] = 300,
@@ -44,7 +47,8 @@ def synthesize(
     """Let the target write its own conversations, filter and split them."""
     from kvshot.data.synthesize import Recipe, synthesize_corpus
 
-    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens,
+                    template=_options(template))
     _show_written(*synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out), out)
 
 
@@ -91,6 +95,7 @@ def preview(
     file: Annotated[Path, typer.Argument(help="ShareGPT, UltraChat or messages; JSON or JSONL, also .gz, .xz")],
     target: TargetOption = "smollm2-135m",
     n: Annotated[int, typer.Option("-n", min=1, help="how many conversations")] = 1,
+    template: TemplateOption = "{}",
     on_bad: OnBad = OnBad.refuse,
 ) -> None:
     """Show which tokens a drafter would be trained on."""
@@ -102,7 +107,7 @@ def preview(
     _print_bad(report.bad)
     tokenizer = load_tokenizer(target)
     for conversation in report.conversations[:n]:
-        console.print(show_tokens(tokenizer, encode(tokenizer, conversation)))
+        console.print(show_tokens(tokenizer, encode(tokenizer, conversation, options=_options(template))))
 
 
 @data.command()
@@ -147,6 +152,17 @@ def split_files(
         console.print(f"{out / info.file}: {info.conversations} conversations")
 
 
+def _options(text: str) -> dict:
+    """Of the chat template, from JSON."""
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise KvshotError(f"--template {text} is no JSON object such as '{{\"enable_thinking\": false}}'")
+    return options
+
+
 def _print_bad(bad: list[tuple[int, str]], where: str = "") -> None:
     for line, reason in bad:
         print(f"skipped {where}line {line}: {reason}", file=sys.stderr)
@@ -160,6 +176,7 @@ def answer(
     target: TargetOption = "smollm2-135m",
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.7,
     max_answer_tokens: Annotated[int, typer.Option(min=16)] = 224,
+    template: TemplateOption = "{}",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     workers: Annotated[Optional[int], typer.Option(min=1)] = None,  # noqa: UP045
 ) -> None:
@@ -168,6 +185,7 @@ def answer(
     from kvshot.data.synthesize import Recipe, answer_corpus
 
     given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
-    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens)
+    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens,
+                    template=_options(template))
     whole, report = answer_corpus(recipe, corpus, split, given, source=prompts, workers=workers)
     console.print(f"{report}\n{corpus}: split {split}, {len(whole.splits[split])} conversations")

@@ -13,13 +13,13 @@ import multiprocessing as mp
 import os
 import queue
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvshot.allocator import set_for_children, usable_cores
 from kvshot.data.corpus import OWN_SPLITS, Corpus
@@ -48,6 +48,12 @@ class Recipe(BaseModel):
     answer_top_p: float = Field(0.95, gt=0, le=1)
     max_answer_tokens: int = Field(224, ge=16)
     block_rows: int = Field(64, ge=1)
+    template: dict[str, JsonValue] = {}
+
+    @property
+    def left_out(self) -> set[str]:
+        """Of its record: no template options are not noted, as in data sets that are older than the field."""
+        return set() if self.template else {"template"}
 
 
 HELD_OUT_AMONG = 7000
@@ -58,9 +64,9 @@ MAX_ROWS = 320  # live rows of one worker: more make better use of the matrix un
 class _Frame:
     """The pieces of the target's chat template around one user turn and one answer, as token ids."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer, options: Mapping[str, JsonValue] | None = None) -> None:
         mark = "\ue000"
-        text = prompt_text(tokenizer, [{"role": "user", "content": mark}])
+        text = prompt_text(tokenizer, [{"role": "user", "content": mark}], options=options)
         before, found, after = text.partition(mark)
         ids = {part: tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)}
         if not found or not ids[before] or not ids[after] or ids[after][0] not in tokenizer.all_special_ids:
@@ -118,7 +124,7 @@ def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
     torch.set_num_threads(1)
     try:
         target = load_target(recipe.target, dtype="bfloat16", device="cpu")
-        frame = _Frame(target.tokenizer)
+        frame = _Frame(target.tokenizer, recipe.template)
         prefix = frame.before if prompts is None else list(common_start(prompts))
         longest = max(map(len, prompts)) if prompts else len(frame.before) + recipe.max_user_tokens + len(frame.header)
         generator = BlockGenerator(target.model, prefix, capacity=longest + recipe.max_answer_tokens + 2,
@@ -185,8 +191,8 @@ def synthesize(recipe: Recipe, folder: str | os.PathLike, *, answer_tokens: int,
     report of what was dropped. Raises KvshotError on a bad recipe, target or full disk.
     """
     tokenizer = tokenizer or load_tokenizer(recipe.target)
-    frame, keeper, ready, upto, kept = _Frame(tokenizer), _Keeper(tokenizer, seen), set(), first, 0
-    with _begun(Path(folder), recipe.model_dump_json(indent=1)) as folder, progress(
+    frame, keeper, ready, upto, kept = _Frame(tokenizer, recipe.template), _Keeper(tokenizer, seen), set(), first, 0
+    with _begun(Path(folder), recipe.model_dump_json(indent=1, exclude=recipe.left_out)) as folder, progress(
             "answer tokens kept", answer_tokens) as advance:
         def done(number: int) -> bool:
             nonlocal upto, kept
@@ -211,14 +217,14 @@ def answer(recipe: Recipe, folder: str | os.PathLike, prompts: Sequence[Conversa
         if not prompt.messages or prompt.messages[-1].role != "user":
             raise KvshotError(f"prompt {prompt.id!r} does not end with a user turn: remove its last answer")
     tokenizer = tokenizer or load_tokenizer(recipe.target)
-    ids = [prompt_ids(tokenizer, p.messages) for p in prompts]
+    ids = [prompt_ids(tokenizer, p.messages, options=recipe.template) for p in prompts]
     asked = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
     total = -(-len(prompts) // recipe.block_rows)
-    about = recipe.model_dump_json(indent=1) + f"\nprompts {asked}"
+    about = recipe.model_dump_json(indent=1, exclude=recipe.left_out) + f"\nprompts {asked}"
     with _begun(Path(folder), about) as folder, progress("blocks", total) as advance:
         _run_workers(recipe, folder, ids, workers or usable_cores(), total, lambda number: bool(advance(1)))
         kept = []
-        keeper, frame = _Keeper(tokenizer), _Frame(tokenizer)
+        keeper, frame = _Keeper(tokenizer), _Frame(tokenizer, recipe.template)
         for n in range(total):
             kept += keeper.part(folder, n, frame, prompts[n * recipe.block_rows : (n + 1) * recipe.block_rows])
     return kept, keeper.filter.report
@@ -320,7 +326,7 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
     another data set.
     """
     out = Path(out)
-    asked = recipe.model_dump(mode="json") | {"target_weights_sha256": weights_sha256(recipe.target)}
+    asked = _made_by(recipe)
     with exclusive(out):
         about, splits = {}, {}
         if old := Corpus.begun(out, asked):
@@ -357,9 +363,10 @@ def extend_corpus(folder: str | os.PathLike, *, answer_tokens: int, workers: int
 
 def _extend(folder: Path, corpus: Corpus, answer_tokens: int, workers: int | None) -> tuple[Corpus, Report]:
     about, splits = dict(corpus.info.recipe), corpus.splits
-    if not {*Recipe.model_fields, "target_weights_sha256"} <= set(about) or not set(OWN_SPLITS) <= set(splits):
+    needed = {*Recipe.model_fields, "target_weights_sha256"} - {"template"}
+    if not needed <= set(about) or not set(OWN_SPLITS) <= set(splits):
         raise KvshotError(f"{folder} was not made by `kvshot data synthesize`: only such a data set can be extended")
-    recipe = Recipe(**{name: about[name] for name in Recipe.model_fields})
+    recipe = Recipe(**{name: about[name] for name in Recipe.model_fields if name in about})
     own = [c for name in OWN_SPLITS for c in splits[name]]
     missing = answer_tokens - _own_tokens(corpus)
     if missing <= 0:
@@ -375,10 +382,14 @@ def _extend(folder: Path, corpus: Corpus, answer_tokens: int, workers: int | Non
     return Corpus.save(folder, corpus.info.name, about, {**splits, "train": splits["train"] + new}), report
 
 
+def _made_by(recipe: Recipe) -> dict:
+    return {**recipe.model_dump(mode="json", exclude=recipe.left_out),
+            "target_weights_sha256": weights_sha256(recipe.target)}
+
+
 def describe(recipe: Recipe, report: Report) -> dict:
     """Everything that made the text, for the corpus's own record."""
     return {
-        **recipe.model_dump(mode="json"), "target_weights_sha256": weights_sha256(recipe.target),
-        "computed_in": "bfloat16", "top_k": Sampled(1, frozenset()).top_k,
+        **_made_by(recipe), "computed_in": "bfloat16", "top_k": Sampled(1, frozenset()).top_k,
         "kept": report.kept, "dropped": dict(sorted(report.dropped.items())),
     }

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
 from kvshot.data.corpus import Corpus
 from kvshot.data.toy import toy_conversations
@@ -55,12 +57,19 @@ class Bench:
         return {TRAIN: parts.train, VALIDATION: parts.held_out[:20], "held_out": parts.held_out[20:]}
 
     @cached_property
+    def template(self) -> dict[str, JsonValue]:
+        """The profile's options that the target's chat template has."""
+        source = str(self.target.tokenizer.chat_template)  # one, or several by name
+        return {name: value for name, value in self.profile.template.items() if name in source}
+
+    @cached_property
     def examples(self) -> dict[str, list[Example]]:
         """By split; conversations longer than the profile's limit lose their end."""
         limit = {TRAIN: self.profile.train_conversations}
         out = {}
         for name, conversations in self.conversations.items():
-            encoded = encode_all(self.target.tokenizer, conversations[: limit.get(name)], self.profile.max_length)
+            encoded = encode_all(self.target.tokenizer, conversations[: limit.get(name)], self.profile.max_length,
+                                 options=self.template)
             if encoded.skipped and not self.quiet:
                 print(f"{name}: left out {len(encoded.skipped)} conversations, the first: {encoded.skipped[0][1]}",
                       file=sys.stderr)

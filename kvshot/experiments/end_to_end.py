@@ -136,7 +136,7 @@ def measure(bench: Bench, drafter: Drafter, experiment: str, seed: int, run_crea
     prompts, max_new_tokens = bench.profile.replay_prompts, bench.profile.replay_tokens
     for name in bench.domains:
         conversations = bench.conversations[name][:prompts]
-        asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in conversations]
+        asked = [prompt_ids(target.tokenizer, c.messages[:-1], options=bench.template) for c in conversations]
         texts = greedy_texts(target, asked, max_new_tokens, quiet=bench.quiet)
         with progress(f"{name}: replay (texts)", len(texts), quiet=bench.quiet) as advance:
             shapes, otherwise = replayed(target, drafter, asked, texts, max_new_tokens, SHAPES, advance)

@@ -18,9 +18,10 @@ class Profile(BaseModel):
 
     data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
-    training split (None: all). online: run the target during training instead of storing its features. families: what
-    of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every held-out domain, for
-    what is measured end to end on greedy text of `replay_tokens` tokens.
+    training split (None: all). template: options of the chat template, for training and decoding alike; one that a
+    target's template does not have is left out. online: run the target during training instead of storing its features.
+    families: what of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every held-out
+    domain, for what is measured end to end on greedy text of `replay_tokens` tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +33,7 @@ class Profile(BaseModel):
     draft_vocab_size: int = Field(ge=1)
     max_length: int = Field(ge=8)
     train_conversations: int | None = Field(None, ge=1)
+    template: dict[str, JsonValue] = {}
     online: bool = False
     train: TrainConfig
     families: dict[str, dict[str, JsonValue]] = {}
@@ -43,7 +45,7 @@ class Profile(BaseModel):
         """What beside the recipe makes two runs comparable: target, text, lengths; the text by its `recipe.json`."""
         made = None if self.data is None else self.data / "recipe.json"
         return {**self.model_dump(mode="json", include={"target", "dtype", "draft_vocab_size", "max_length",
-                                                        "train_conversations", "online"}),
+                                                        "train_conversations", "online", "template"}),
                 "corpus": sha256_file(made) if made is not None and made.exists() else None}
 
 
@@ -67,6 +69,8 @@ PROFILES = {
     "paper": Profile(
         name="paper", target="Qwen/Qwen3-8B", data=cache_dir() / "data" / "sharegpt", dtype="bfloat16",
         draft_vocab_size=32000, max_length=4096, online=True,
+        # ShareGPT's answers come without thoughts: asked for them, the drafter would meet text that it never saw
+        template={"enable_thinking": False},
         # about 70k samples, 3 epochs (the paper); batch, columns and learning rate are ours
         train=TrainConfig(steps=12000, batch_tokens=16384, columns_per_sequence=512, lr=3e-4, eval_every=500)),
 }

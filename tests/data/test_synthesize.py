@@ -18,6 +18,7 @@ from kvshot.data.synthesize import (
     _Keeper,
     _rows,
     answer,
+    describe,
     extend_corpus,
     synthesize,
     synthesize_corpus,
@@ -65,6 +66,14 @@ def test_the_frame_rebuilds_the_template(tokenizer):
     text = "Hi there"
     ids = [*frame.before, *tokenizer(text, add_special_tokens=False)["input_ids"], frame.end, *frame.header]
     assert ids == prompt_ids(tokenizer, [{"role": "user", "content": text}])
+
+
+def test_template_options_are_in_the_frame_and_in_the_record(tokenizers):
+    words, off = tokenizers["thinking"], {"enable_thinking": False}
+    assert words.decode(_Frame(words, off).header).endswith("<think>\n\n</think>\n\n")
+    assert "think" not in words.decode(_Frame(words).header)
+    with_them, without = recipe("smoke", template=off), recipe("smoke")
+    assert describe(with_them, Report())["template"] == off and "template" not in describe(without, Report())
 
 
 @pytest.mark.slow

@@ -15,10 +15,11 @@ from kvshot.drafters import DrafterConfig, new_drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation import plain_decode
 from kvshot.evaluation.tree import TreeShape
-from kvshot.experiments import Bench, profile
+from kvshot.experiments import Bench, end_to_end, profile
 from kvshot.experiments.end_to_end import Calls, EndToEnd, greedy_texts, mat_difference, mat_of, measure, place
 from kvshot.experiments.wall_clock import by_shape, choices, pass_costs, per_call, predicted, speed_ups, time_decoding
 from kvshot.targets import load_target
+from tests.data.conftest import THINKING
 
 PROMPTS = [[1, 5, 9, 20], [1, 5, 30], [1, 5, 9, 11, 12]]
 
@@ -67,6 +68,26 @@ def test_a_record_round_trip(drafter, tmp_path, monkeypatch):
     path.write_text("{}")
     with pytest.raises(KvshotError, match="measure it again"):
         EndToEnd.load(path)
+
+
+def test_training_and_decoding_ask_the_template_for_the_same(monkeypatch):
+    """Without its options a thinking target would be asked for thoughts that the training text does not have."""
+    chosen = profile("smoke").model_copy(update={"template": {"enable_thinking": False}})
+    bench, asked = Bench(chosen, device="cpu", quiet=True), []
+    assert bench.template == {}  # the smoke target's own template has no such option
+    bench = Bench(chosen, device="cpu", quiet=True)
+    monkeypatch.setattr(bench.target.tokenizer, "chat_template", THINKING)
+
+    def stop(target, prompts, *rest, **options):
+        asked.extend(prompts)
+        raise KvshotError("enough")
+
+    monkeypatch.setattr(end_to_end, "greedy_texts", stop)
+    with pytest.raises(KvshotError, match="enough"):
+        measure(bench, None, "eagle3", 0, datetime.now(UTC))
+    for prompt, example in zip(asked, bench.examples["held_out"], strict=False):
+        assert example.ids[: len(prompt)].tolist() == list(prompt)
+        assert example.loss_mask.argmax() == len(prompt)  # the block is prompt, and not learned
 
 
 def test_mat_pools_calls():
