@@ -71,10 +71,10 @@ def capture(profile: ProfileOption = "laptop", only: OnlyOption = None, data: Da
     from kvshot.experiments.registry import select
 
     bench = _bench(profile, device, data, [e.name for e in select(only)] if only else ["eagle3"])
+    if bench.profile.online:
+        console.print(f"nothing to store: in profile {profile} the target runs when its features are needed")
+        return
     for name in bench.conversations:
-        if name == "train" and bench.profile.online:
-            console.print("train: nothing to store, the target runs during training")
-            continue
         store = bench.store(name)
         console.print(f"{store.folder}: {len(store)} sequences, {store.n_tokens} tokens")
 

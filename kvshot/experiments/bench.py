@@ -94,9 +94,9 @@ class Bench:
         return tuple(sorted(hidden)), tuple(sorted({i for c in configs for i in c.kv_needed}))
 
     def store(self, name: str) -> Features:
-        """Captured features of a split, from the cache or captured now; an online profile's training split later."""
+        """Captured features of a split, from the cache or captured now; of an online profile when asked for."""
         examples, (hidden, kv) = self.examples[name], self.layers
-        if self.profile.online and name == TRAIN:
+        if self.profile.online:
             return OnlineFeatures(self.target, examples, hidden_layers=hidden, kv_layers=kv,
                                   batch_tokens=self.profile.train.batch_tokens)
         content = f"{self.target.weights_sha256}{self.target.dtype}{examples_sha256(examples)}"
@@ -120,7 +120,8 @@ class Bench:
     def ngram_hits(self, name: str, n_steps: int) -> StepwiseHits:
         """The n-gram row on the columns of a split."""
         store = self.store(name)
-        labels = [store[i]["argmax"].numpy() for i in range(len(store))]
+        parts = (range(start, min(start + 16, len(store))) for start in range(0, len(store), 16))
+        labels = [row["argmax"].cpu().numpy() for part in parts for row in store.rows(part)]
         return ngram_hits(self.ngram, self.examples[name], labels, n_steps)
 
     def target_info(self) -> TargetInfo:

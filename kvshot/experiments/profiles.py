@@ -19,9 +19,9 @@ class Profile(BaseModel):
     data: a corpus folder, or None for the made-up conversations of the smoke profile. dtype: of the target while
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
     training split (None: all). template: options of the chat template, for training and decoding alike; one that a
-    target's template does not have is left out. online: run the target during training instead of storing its features.
-    families: what of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every held-out
-    domain, for what is measured end to end on greedy text of `replay_tokens` tokens.
+    target's template does not have is left out. online: run the target when its features are needed instead of storing
+    them. families: what of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every
+    held-out domain, for what is measured end to end on greedy text of `replay_tokens` tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
