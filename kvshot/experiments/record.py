@@ -41,7 +41,22 @@ class Strict(BaseModel):
 
 
 class Stored(Strict):
-    """What is a file of its own."""
+    """What is a file of its own. KIND, REMEDY: how an error names such a file, and what to do about a bad one."""
+
+    KIND: ClassVar[str]
+    REMEDY: ClassVar[str]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Self:
+        """Read a file strictly: unknown, missing or impossible values raise KvshotError."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
+        except OSError as err:
+            raise KvshotError(f"cannot read the {cls.KIND} {path} ({err.strerror}): check the path") from err
+        except ValidationError as err:
+            first = err.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "file"
+            raise KvshotError(f"{path} is no {cls.KIND} ({where}: {first['msg']}): {cls.REMEDY}") from err
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the record as JSON, whole or not at all. Raises KvshotError when the disk is full."""
@@ -145,6 +160,9 @@ class RunRecord(Stored):
     held-out domain; created: UTC, when the training ended.
     """
 
+    KIND = "run record"
+    REMEDY = f"run the experiment again, or read it with a version of kvshot that writes schema {SCHEMA_VERSION}"
+
     schema_version: Literal[1] = SCHEMA_VERSION
     experiment: str
     profile: str
@@ -161,30 +179,9 @@ class RunRecord(Stored):
         default_factory=lambda: datetime.now(UTC).replace(microsecond=0)
     )
 
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> RunRecord:
-        """Read a record strictly: unknown, missing or impossible values raise KvshotError."""
-        try:
-            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
-        except OSError as err:
-            raise KvshotError(f"cannot read the record {path} ({err.strerror}): check the path") from err
-        except ValidationError as err:
-            first = err.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "file"
-            raise KvshotError(
-                f"{path} is no run record of schema {SCHEMA_VERSION} ({where}: {first['msg']}): "
-                "run the experiment again, or read it with the version of kvshot that wrote it"
-            ) from err
-
 
 class OfRun(Stored):
-    """What was measured of a run's drafter afterwards, in a file of its own. run_created: when its record was made.
-
-    KIND, REMEDY: how an error names such a file, and what to do about a bad one.
-    """
-
-    KIND: ClassVar[str]
-    REMEDY: ClassVar[str]
+    """What was measured of a run's drafter afterwards, in a file of its own. run_created: when its record was made."""
 
     experiment: str
     profile: str
@@ -194,15 +191,6 @@ class OfRun(Stored):
     code: CodeInfo
     machine: MachineInfo
     created: AwareDatetime
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Self:
-        """Raises KvshotError for a file that is no such record."""
-        try:
-            return cls.model_validate_json(Path(path).read_bytes(), strict=True)
-        except (OSError, ValueError) as err:
-            first = str(err).splitlines()[0]
-            raise KvshotError(f"{path} is no {cls.KIND} ({first}): {cls.REMEDY}") from err
 
     def check_run(self, record: str | os.PathLike) -> None:
         """Raises KvshotError when the record of the run, if it is there, is of another run than was measured here."""

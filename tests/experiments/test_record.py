@@ -112,7 +112,7 @@ def test_load_refuses_what_is_no_json_or_no_file(tmp_path):
     (tmp_path / "half.json").write_text('{"schema_version": 1, "exp')
     with pytest.raises(KvshotError, match="no run record"):
         RunRecord.load(tmp_path / "half.json")
-    with pytest.raises(KvshotError, match="cannot read the record"):
+    with pytest.raises(KvshotError, match="cannot read the run record"):
         RunRecord.load(tmp_path / "none.json")
 
 
