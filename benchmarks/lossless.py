@@ -40,7 +40,7 @@ def main(out: str, prompts: str = "100", new_tokens: str = "48", plain: str = "2
     drafter = published_drafter("eagle3", target, "results", "laptop-long")
     half = int(prompts) // len(bench.domains)
     chosen = [c for d in bench.domains for c in bench.conversations[d][:half]]
-    asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in chosen]
+    asked = [prompt_ids(target.tokenizer, c.messages[:-1], options=bench.template) for c in chosen]
     rows = []
     with progress("decoding (prompts)", len(asked)) as advance:
         for number, prompt in enumerate(asked):

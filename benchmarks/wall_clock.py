@@ -39,7 +39,8 @@ def main(out: str, prompts: str = "8", new_tokens: str = "48", results: str = "r
         for shape in SHAPES:
             contestants[f"{label}, {shape.name}"] = label, shape
     domain, n, limit = bench.domains[0], int(prompts), int(new_tokens)
-    asked = [prompt_ids(target.tokenizer, c.messages[:-1]) for c in bench.conversations[domain][: n + REPLAYED]]
+    asked = [prompt_ids(target.tokenizer, c.messages[:-1], options=bench.template)
+             for c in bench.conversations[domain][: n + REPLAYED]]
     if len(asked) <= n:
         sys.exit(f"error: {len(asked)} held-out prompts, none left to replay: time fewer than {n}")
     texts, calls = greedy_texts(target, asked[n:], limit), {}

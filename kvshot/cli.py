@@ -147,7 +147,7 @@ def diagnose(
                                                    "default: laptop")] = None,
     data: DataOption = None,
     target: TargetOption = None,
-    texts: Annotated[int, typer.Option(min=2, help="held-out conversations whose attention is compared")] = 48,
+    texts: Annotated[int, typer.Option(min=3, help="held-out conversations whose attention is compared")] = 48,
     query_steps: Annotated[int, typer.Option(min=1, help="training steps of the queries alone")] = 200,
     device: DeviceOption = None,
 ) -> None:

@@ -85,7 +85,14 @@ def _swap(path: Path, tmp: Path) -> None:
         if old.exists() and not path.exists():
             os.replace(old, path)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    for stale in _aside(path):  # also of a process that was killed here
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _aside(path: Path) -> list[Path]:
+    """What stepped aside for `path`."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.\d+(\.[0-9a-f]+)?\.old")
+    return [p for p in path.parent.glob(".*.old") if name.fullmatch(p.name)]
 
 
 def restore_folder(path: str | os.PathLike) -> None:
@@ -93,10 +100,8 @@ def restore_folder(path: str | os.PathLike) -> None:
     path = Path(path)
     if path.exists():
         return
-    name = re.compile(rf"\.{re.escape(path.name)}\.\d+(\.[0-9a-f]+)?\.old")
     with suppress(OSError):  # another process has put it back
-        aside = [p for p in path.parent.glob(".*.old") if name.fullmatch(p.name)]
-        if aside:
+        if aside := _aside(path):
             os.replace(max(aside, key=lambda p: p.stat().st_ctime_ns), path)  # when it was moved aside
 
 

@@ -86,6 +86,15 @@ def test_a_folder_that_stepped_aside_comes_back(tmp_path, monkeypatch, killed):
     restore_folder(tmp_path / "never there")
 
 
+def test_what_a_killed_process_moved_aside_does_not_outlive_its_successor(tmp_path):
+    path, aside = tmp_path / "d", tmp_path / ".d.7.ab.old"
+    aside.mkdir()
+    for text in ("one", "two"):
+        with atomic_folder(path) as tmp:
+            (tmp / "a.txt").write_text(text)
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
 def test_space_cache_and_hash(tmp_path, monkeypatch):
     require_space(tmp_path / "not" / "yet", 1, "a byte")
     with pytest.raises(KvshotError, match="needs .* GB but"):

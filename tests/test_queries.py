@@ -116,7 +116,7 @@ def test_too_little_text(bench):
     with pytest.raises(KvshotError, match="no memory of the prefix"):
         drafter = bench.drafter(memory="none", hidden_layers=bench.target.default_hidden_layers)
         query_error(drafter, bench.target, bench.texts, K, quiet=True)
-    with pytest.raises(KvshotError, match="fewer than two texts"):
+    with pytest.raises(KvshotError, match="fewer than three texts"):
         query_error(kv_only(bench), bench.target, bench.texts[:1], K, quiet=True)
 
 

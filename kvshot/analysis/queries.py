@@ -84,8 +84,8 @@ def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, 
 
     One row a text, column, step and branch ("layer 1", ...): distance, mean over the branch's heads; stale, the same
     between the target's own query at i, the last one that exists when drafting begins, and that at i + 1 + k; hit:
-    the drafter's first choice is the target's. Raises KvshotError when fewer than two texts are long enough, and for a
-    drafter without a memory of the prefix.
+    the drafter's first choice is the target's. Raises KvshotError when fewer than three texts are long enough, and for
+    a drafter without a memory of the prefix.
     """
     if drafter.config.memory == "none":
         raise KvshotError("the drafter has no memory of the prefix: its attention cannot be compared with the target's")
@@ -97,8 +97,8 @@ def query_error(drafter: Drafter, target: Target, texts: Sequence[tuple[Tensor, 
         at = wanted.nonzero()[:, 0]
         if len(at):
             chosen.append((ids, at[torch.linspace(0, len(at) - 1, min(per_text, len(at))).long()]))
-    if len(chosen) < 2:
-        raise KvshotError(f"fewer than two texts have {n_steps} supervised tokens after {first}: give longer ones")
+    if len(chosen) < 3:  # one to match heads on, two for an interval
+        raise KvshotError(f"fewer than three texts have {n_steps} supervised tokens after {first}: give longer ones")
     half, sums, pairs, rows = len(chosen) // 2, [0.0] * len(names), None, []
     with progress("attention (texts)", len(chosen), quiet=quiet) as advance:
         for number, (ids, columns) in enumerate(chosen):

@@ -42,7 +42,7 @@ class CorpusInfo(BaseModel):
         """Raise KvshotError unless `split` can be the name of one more split, of its file and of its recipe."""
         if not re.fullmatch(r"[A-Za-z0-9_-]+", split):
             raise KvshotError(f"{split!r} cannot name a split: use letters, digits, _ and -")
-        if split in (*OWN_SPLITS, *self.splits, *self.recipe):
+        if split in (*self.splits, *self.recipe):
             raise KvshotError(f"the data set has a split or a field of its recipe called {split!r} already: choose "
                               "another name")
 
@@ -68,15 +68,16 @@ class Corpus:
         return cls(info, splits)
 
     @classmethod
-    def begun(cls, folder: str | os.PathLike, recipe: Mapping) -> Corpus | None:
+    def begun(cls, folder: str | os.PathLike, recipe: Mapping, *, since: Mapping | None = None) -> Corpus | None:
         """What `folder` holds already, None when that is no data set.
 
-        Raises KvshotError when a field of `recipe` is another one there, or the data set is damaged.
+        since: fields that older recipes do not note, with what they had then. Raises KvshotError when a field of
+        `recipe` is another one there, or the data set is damaged.
         """
         folder = Path(folder)
         if not (folder / RECIPE).exists():
             return None
-        there = _info(folder).recipe
+        there, recipe = ({**(since or {}), **r} for r in (_info(folder).recipe, recipe))
         other = [field for field, value in recipe.items() if field not in there or there[field] != value]
         if other:
             raise KvshotError(f"{folder} holds a data set of another recipe ({', '.join(other[:3])}): name a new "

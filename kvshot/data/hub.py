@@ -43,8 +43,8 @@ def fetch_corpus(name: str, out: str | os.PathLike, *, limit: int | None = None,
     source = SOURCES[name]
     asked = {"from": source.path, "split": source.split, **source.options, "limit": limit, "seed": seed,
              "held_out": held_out}
-    if old := Corpus.begun(out, asked):
-        return old, old.info.recipe["unusable records"]
+    if old := Corpus.begun(out, asked, since={"held_out": held_out}):
+        return old, old.info.recipe.get("unusable records", 0)
     try:
         import datasets
     except ImportError as err:

@@ -28,7 +28,8 @@ def corpus_from_files(
     """
     require_new(out)
     reports = [read_conversations(file, on_bad=on_bad) for file in files]
-    read = [c for report in reports for c in report.conversations]
+    read = [c.model_copy(update={"id": f"{number}-{c.id}"}) if len(reports) > 1 else c  # files may use the same ids
+            for number, report in enumerate(reports) for c in report.conversations]
     usable = [c for c in read if any(m.role == "assistant" for m in c.messages)]
     held_out = max(2, min(300, len(usable) // 10)) if held_out is None else held_out
     validation = max(1, held_out // 3) if validation is None else validation

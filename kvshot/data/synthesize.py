@@ -329,7 +329,7 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
     asked = _made_by(recipe)
     with exclusive(out):
         about, splits = {}, {}
-        if old := Corpus.begun(out, asked):
+        if old := Corpus.begun(out, asked, since={"template": {}}):
             about, splits, there = old.info.recipe, old.splits, len(old.splits["held_out"])
             if there != held_out:
                 raise KvshotError(f"{out} holds a data set with {there} conversations held out, not {held_out}: ask "

@@ -90,8 +90,8 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
     while True:
         end = next((n + 1 for n, t in enumerate(new) if t in run.eos or stop and stop(tokens + new[: n + 1])), None)
         new = new[:end][: max_new_tokens - len(tokens)]
-        if run.report.kept:
-            run.report.kept[-1] = len(new)
+        for counts in (run.report.kept, run.report.accepted, run.report.tried):
+            counts[-1:] = [min(n, len(new)) for n in counts[-1:]]  # nothing behind an end counts
         tokens += new
         if on_tokens is not None:
             on_tokens(new)

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
@@ -216,12 +217,19 @@ class ConversationCounts(_Frozen):
                    packed=base64.b64encode(zlib.compress(raw.tobytes(), 9)).decode())
 
     def table(self) -> np.ndarray:
-        """float64 [conversations, steps, 6]. Raises KvshotError when damaged."""
-        try:
-            flat = np.frombuffer(zlib.decompress(base64.b64decode(self.packed, validate=True)), dtype="<u2")
-            return flat.reshape(self.conversations, self.steps, 6).astype(np.float64)
-        except (ValueError, zlib.error) as err:
-            raise KvshotError(f"the counts of a record are damaged ({err}): fetch or make it again") from err
+        """float64 [conversations, steps, 6], read-only. Raises KvshotError when damaged."""
+        return _unpacked(self)
+
+
+@lru_cache(maxsize=256)  # a page asks for the same ones again and again
+def _unpacked(counts: ConversationCounts) -> np.ndarray:
+    try:
+        flat = np.frombuffer(zlib.decompress(base64.b64decode(counts.packed, validate=True)), dtype="<u2")
+        table = flat.reshape(counts.conversations, counts.steps, 6).astype(np.float64)
+    except (ValueError, zlib.error) as err:
+        raise KvshotError(f"the counts of a record are damaged ({err}): fetch or make it again") from err
+    table.flags.writeable = False
+    return table
 
 
 def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,14 +7,14 @@ import torch
 from kvshot.drafters.drafter import Drafter
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.progress import progress
-from kvshot.targets import FeatureStore
+from kvshot.targets import Features
 from kvshot.targets.store import token_batches
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import choose_columns, gather_columns, unroll
 
 
 @torch.no_grad()
-def stepwise_hits(drafter: Drafter, store: FeatureStore, n_steps: int = 7, *, batch_tokens: int = 4096,
+def stepwise_hits(drafter: Drafter, store: Features, n_steps: int = 7, *, batch_tokens: int = 4096,
                   quiet: bool = False, **how: bool) -> StepwiseHits:
     """Whether the drafter's first choice is the target's, for each supervised column and step.
 

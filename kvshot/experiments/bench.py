@@ -59,7 +59,10 @@ class Bench:
     @cached_property
     def template(self) -> dict[str, JsonValue]:
         """The profile's options that the target's chat template has."""
-        source = str(self.target.tokenizer.chat_template)  # one, or several by name
+        try:
+            source = self.target.tokenizer.get_chat_template()
+        except ValueError:  # none, or several and none of them the default: encoding says so
+            return dict(self.profile.template)
         return {name: value for name, value in self.profile.template.items() if name in source}
 
     @cached_property

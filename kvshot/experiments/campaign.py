@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from kvshot.allocator import usable_cores
@@ -60,7 +60,12 @@ def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
     record, wanted = RunRecord.load(path), recipe(chosen, name, seed=seed)
     if record.training is None or any(d.counts is None for d in record.evaluation.values()):
         return False
-    if (record.experiment, record.profile) != (name, chosen.name) or record.setting not in (None, chosen.setting):
+    if (record.experiment, record.profile) != (name, chosen.name):
+        return False
+    if record.setting is None:  # older than the field
+        if chosen.train_conversations not in (None, record.data.n_train_conversations):
+            return False
+    elif record.setting != chosen.setting:
         return False
     return wanted.model_dump(mode="json").items() <= record.training.options.items()
 
@@ -130,18 +135,13 @@ def _in_parallel(todo: Sequence[Run], jobs: int, one: Callable[[Experiment, int]
     Says what begins, and now and then, where there are several, the `state` of those under way.
     """
     waiting, running, count = list(todo), {}, 0
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, _children.ended_with_us():
         while waiting or running:
             while len(running) < jobs and (ready := _ready(waiting, running.values())):
                 waiting.remove(ready)
                 running[pool.submit(one, *ready)], count = ready, count + 1
                 _say(f"run {count} of {len(todo)}: {ready[0].name}-seed{ready[1]} ({ready[0].about})")
-            try:
-                done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
-            except BaseException:  # interrupted: a run left behind would bar the next campaign from its folder
-                for child in list(_children):
-                    child.terminate()
-                raise
+            done, _ = wait(running, timeout=None if jobs == 1 else EVERY, return_when=FIRST_COMPLETED)
             if not done:
                 _say("; ".join(f"{e.name}-seed{seed}: {state(e, seed)}" for e, seed in running.values()))
             for future in done:
@@ -165,7 +165,40 @@ def _last_line(folder: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "starting")
 
 
-_children: set[subprocess.Popen] = set()
+class _Children:
+    """The processes of a campaign. One that is left behind would bar the next campaign from its folder."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen] = set()
+        self.ending = False
+
+    def run(self, args: Sequence[str], **how) -> int:
+        """The exit code of a command, which ends when this process is interrupted."""
+        if self.ending:
+            raise KvshotError("the campaign is ending")
+        child = subprocess.Popen(args, **how)
+        self.running.add(child)
+        try:
+            return child.wait()
+        except BaseException:
+            child.terminate()
+            raise
+        finally:
+            self.running.discard(child)
+
+    @contextmanager
+    def ended_with_us(self) -> Iterator[None]:
+        """Those that other threads run end, too, when this one is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.ending = True
+            for child in list(self.running):
+                child.terminate()
+            raise
+
+
+_children = _Children()
 
 
 def _say(line: str) -> None:
@@ -184,18 +217,10 @@ def _kvshot(*args: str, log: Path | None = None, share: int = 1) -> None:
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") if log is not None else nullcontext() as stderr:
-        done = subprocess.Popen([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL, stderr=stderr,
-                                env=environment)
-        _children.add(done)
-        try:
-            done.wait()
-        except BaseException:
-            done.terminate()
-            raise
-        finally:
-            _children.discard(done)
-    if done.returncode < 0:
-        raise KvshotError(f"killed by signal {-done.returncode} (out of memory?)")
-    if done.returncode:
+        code = _children.run([sys.executable, "-m", "kvshot", *args], stdout=subprocess.DEVNULL, stderr=stderr,
+                             env=environment)
+    if code < 0:
+        raise KvshotError(f"killed by signal {-code} (out of memory?)")
+    if code:
         said = "its message is above" if log is None else _last_line(log.with_suffix(""))
-        raise KvshotError(f"`kvshot {' '.join(args)}` failed with exit code {done.returncode} ({said})")
+        raise KvshotError(f"`kvshot {' '.join(args)}` failed with exit code {code} ({said})")

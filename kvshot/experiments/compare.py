@@ -37,9 +37,14 @@ class Luck:
 
 
 def luck(campaign: Campaign, statistic: str, *, domain: str = "held_out") -> Luck | None:
-    """From the rows of a campaign; None where no row has a second seed."""
+    """From the rows of a campaign; None where no row has a second seed.
+
+    Raises KvshotError when the seeds of a row were made by different recipes or on different data.
+    """
     squares, freedom = 0.0, 0
     for records in campaign.values():
+        for other in records[1:]:
+            check_comparable(records[0], other)
         counts = [r.evaluation[domain].counts for r in records if domain in r.evaluation]
         values = [statistic_of(c, statistic) for c in counts if c is not None]
         if len(values) > 1 and np.isfinite(values).all():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from kvshot.data.corpus import Corpus
+from kvshot.data.readers import as_jsonl
 from kvshot.errors import KvshotError
-from kvshot.fileio import cache_dir, sha256_file
+from kvshot.fileio import cache_dir
 from kvshot.training.trainer import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +46,21 @@ class Profile(BaseModel):
 
     @property
     def setting(self) -> dict[str, JsonValue]:
-        """What beside the recipe makes two runs comparable: target, text, lengths; the text by its `recipe.json`."""
-        made = None if self.data is None else self.data / "recipe.json"
+        """What beside the recipe makes two runs comparable: target, text that is used, lengths."""
         return {**self.model_dump(mode="json", include={"target", "dtype", "draft_vocab_size", "max_length",
                                                         "train_conversations", "online", "template"}),
-                "corpus": sha256_file(made) if made is not None and made.exists() else None}
+                "corpus": None if self.data is None else _used(self.data, self.train_conversations)}
+
+
+@cache
+def _used(data: Path, train_conversations: int | None) -> str | None:
+    """Hash of the conversations that are used; None where there are none. More behind them change nothing."""
+    try:
+        splits = Corpus.load(data).splits
+    except KvshotError:
+        return None
+    used = {name: c[:train_conversations] if name == "train" else c for name, c in splits.items()}
+    return hashlib.sha256(b"".join(name.encode() + as_jsonl(used[name]) for name in sorted(used))).hexdigest()
 
 
 _LAPTOP = Profile(

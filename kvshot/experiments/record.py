@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -157,7 +158,7 @@ class RunRecord(Stored):
 
     experiment, profile: names; drafter: its configuration (for a run without one, what was run instead); setting:
     `Profile.setting` (None in records older than the field); training: None when nothing was trained; evaluation: by
-    held-out domain; created: UTC, when the training ended.
+    held-out domain; created: UTC.
     """
 
     KIND = "run record"
@@ -213,11 +214,11 @@ def published_path(results: str | os.PathLike, profile: str, experiment: str, se
 
 
 def load_records(folder: str | os.PathLike) -> list[RunRecord]:
-    """Every `*-seed*.json` directly in `folder`, by file name. Raises KvshotError for a file that is no record."""
+    """Every NAME-seedN.json directly in `folder`, by file name. Raises KvshotError for one that is no record."""
     folder = Path(folder)
     if not folder.is_dir():
         raise KvshotError(f"no folder of records at {folder}: check the path, or run the experiments first")
-    return [RunRecord.load(path) for path in sorted(folder.glob("*-seed*.json"))]
+    return [RunRecord.load(path) for path in sorted(folder.iterdir()) if re.fullmatch(r".+-seed\d+\.json", path.name)]
 
 
 def describe_code() -> CodeInfo:

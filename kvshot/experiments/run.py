@@ -105,6 +105,7 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     date that it is known by.
     """
     folder, group, code = Path(folder), processes(resolve_device(bench.device)), describe_code()
+    setting = bench.profile.setting
     bench.quiet |= not group.is_main_process
     with group.main_process_first():
         bench.target.weights_sha256  # noqa: B018  the others find it unpacked
@@ -122,7 +123,7 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     result = RunRecord(
         experiment=name, profile=bench.profile.name, drafter=drafter.config.model_dump(mode="json"),
         cost=cost(drafter.config), target=bench.target_info(), data=bench.data_info(), training=training,
-        setting=bench.profile.setting, evaluation=measured, code=code, machine=describe_machine(bench.target.device))
+        setting=setting, evaluation=measured, code=code, machine=describe_machine(bench.target.device))
     if (folder / RECORD).exists():
         result.created = RunRecord.load(folder / RECORD).created
     if done.probes:

@@ -112,6 +112,13 @@ def test_begun(tmp_path):
     for other in ({"seed": 1}, {"seed": 0, "limit": None}):
         with pytest.raises(KvshotError, match="another recipe"):
             Corpus.begun(tmp_path, other)
+    # a field that older recipes do not have: what is not noted there, or not asked for, was the older default
+    assert Corpus.begun(tmp_path, {"seed": 0}, since={"template": {}}).splits == OLD
+    with pytest.raises(KvshotError, match="another recipe .template."):
+        Corpus.begun(tmp_path, {"seed": 0, "template": {"a": 1}}, since={"template": {}})
+    Corpus.save(tmp_path / "b", "tiny", {"seed": 0, "template": {"a": 1}}, OLD)
+    with pytest.raises(KvshotError, match="another recipe .template."):
+        Corpus.begun(tmp_path / "b", {"seed": 0}, since={"template": {}})
     write_conversations(next(tmp_path.glob("train-*")), OLD["held_out"])
     with pytest.raises(KvshotError, match="differs from recipe.json"):
         Corpus.begun(tmp_path, {"seed": 0})

@@ -261,7 +261,8 @@ def test_nothing_behind_a_stop_is_counted():
     got = decode(target, drafter, [2, 9], max_new_tokens=12, shape=TreeShape(6), eos_ids=(),
                  stop=lambda new: len(new) == 4)
     assert whole.report.kept[0] == 7 and got.tokens == whole.tokens[:4]
-    assert got.report.kept == [3]  # the first token comes from the prompt
+    # the first token comes from the prompt
+    assert (got.report.accepted, got.report.tried, got.report.kept) == ([3], [3], [3])
 
 
 def test_nothing_behind_an_accepted_end_is_counted():

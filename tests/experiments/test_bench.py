@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import pytest
 
+from kvshot.data import Conversation, Message
+from kvshot.data.corpus import Corpus
 from kvshot.drafters import new_drafter, save_drafter
 from kvshot.experiments import Bench, evaluate, experiment, profile
+
+
+def test_more_training_text_than_is_used_changes_no_setting(tmp_path):
+    def talk(n):
+        messages = [Message(role="user", content="Hi"), Message(role="assistant", content=f"Ho {n}")]
+        return Conversation(id=str(n), messages=messages, meta={"answer_tokens": 1})
+
+    def setting(name, train, held_out=9):
+        some = {"train": [talk(n) for n in train], "validation": [talk(8)], "held_out": [talk(held_out)]}
+        Corpus.save(tmp_path / name, "tiny", {}, some)
+        chosen = profile("smoke", tmp_path / name).model_copy(update={"train_conversations": 2})
+        return chosen.setting["corpus"]
+
+    same = setting("a", (0, 1))
+    assert setting("b", (0, 1, 2)) == same != setting("c", (1, 0)) and setting("d", (0, 1), 7) != same
+    assert profile("smoke").setting["corpus"] is None
+
+
+def test_an_option_that_only_another_of_the_targets_templates_has_is_left_out(monkeypatch):
+    bench = Bench(profile("smoke").model_copy(update={"template": {"enable_thinking": False}}), device="cpu")
+    both = {"default": bench.target.tokenizer.chat_template, "tool_use": "{{ enable_thinking }}"}
+    monkeypatch.setattr(bench.target.tokenizer, "chat_template", both)
+    assert bench.template == {}
 
 
 @pytest.mark.slow

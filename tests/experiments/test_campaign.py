@@ -15,7 +15,7 @@ import pytest
 
 from kvshot import comparisons
 from kvshot.errors import KvshotError
-from kvshot.experiments import Bench, RunRecord, campaign, load_records, profile, recipe, train
+from kvshot.experiments import PROFILES, Bench, RunRecord, campaign, load_records, profile, recipe, train
 from kvshot.experiments.campaign import missing, reproduce
 from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
 from kvshot.experiments.record import published_path
@@ -70,6 +70,13 @@ def test_a_smoke_campaign(tmp_path, monkeypatch):
         spoil(other)
         other.save(path)
         assert [e.name for e, _ in missing("smoke", tmp_path / "results", only, 1)] == ["mtp"]
+    older = record.model_copy(update={"setting": None})  # made before the field: judged by what it notes
+    older.save(path)
+    assert not list(missing("smoke", tmp_path / "results", only, 1))
+    fewer = profile("smoke").model_copy(update={"train_conversations": 7})
+    with monkeypatch.context() as changed:
+        changed.setitem(PROFILES, "smoke", fewer)
+        assert [e.name for e, _ in missing("smoke", tmp_path / "results", ["mtp"], 1)] == ["mtp"]
     record.save(path)
     assert not list(missing("smoke", tmp_path / "results", only, 1))
     # a checkpoint of a run that was killed before its record is no start

@@ -68,6 +68,8 @@ def test_the_luck_of_a_training_run_widens_the_interval():
     assert wide.value == alone.value
     assert wide.value - wide.low == pytest.approx(((alone.value - alone.low) ** 2 + found.half_width(2) ** 2) ** 0.5)
     assert wide.high - wide.value == pytest.approx(((alone.high - alone.value) ** 2 + found.half_width(2) ** 2) ** 0.5)
+    with pytest.raises(KvshotError, match="differ in their data"):  # what another recipe changes is no luck
+        luck(campaign | {"d": [record("d", 0.5), record("d", 0.5, 1, data="b")]}, "mat")
     steps = by_step(campaign["a"], campaign["b"], campaign=campaign)
     assert steps[1] == paired(campaign["a"], campaign["b"], "alpha_marginal_1", campaign=campaign)
     with pytest.raises(KvshotError, match="none for elsewhere"):
