@@ -79,7 +79,7 @@ def test_answers_are_added_once(kvshot, tmp_path, monkeypatch):
     assert code == 0 and "split mine, 2 conversations" in printed and len(asked) == 1
     back = Corpus.load(tmp_path / "corpus")
     assert back.splits["mine"] == answered and back.info.recipe["mine"]["prompts"] == "prompts.jsonl"
-    for name in ("mine", "train", "validation", "seed", "../x", ""):
+    for name in ("mine", "train", "held_out", "seed", "../x", ""):
         code, _, errors = kvshot(*args, name)
         assert code == 2 and len(errors) == 1, name
     assert len(asked) == 1 and Corpus.load(tmp_path / "corpus").info == back.info
