@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.layers import Keys, Rope, rotate, to_heads
@@ -41,15 +42,15 @@ class Injection(nn.Module):
 
     concat: every target layer keeps its heads, the draft layer has as many. linear: W_K, W_V on the concatenated
     layers, keys as cached. linear+rope: the same with RoPE taken off before and put on after. mlp, mlp+norm: two
-    layers in its place, without and with a LayerNorm before them. hidden: W_K, W_V on hidden states instead of keys
-    and values (Hidden->KV).
+    layers in its place, without and with a LayerNorm before them. hidden: W_K, W_V on normed hidden states instead
+    of keys and values (Hidden->KV, Eq. 4).
     """
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
         self.kind, self.head_dim = config.injection, config.head_dim
         self.first, self.count = (index, 1) if config.per_layer else (0, len(config.kv_layers))
-        self.hidden_at = config.kv_hidden_at
+        self.hidden_at, self.norm_eps = config.kv_hidden_at, config.norm_eps
         d_kv = config.n_kv_heads * config.head_dim
         width = self.count * (config.hidden_size if self.kind == "hidden" else d_kv)
         if self.kind != "concat":
@@ -68,7 +69,10 @@ class Injection(nn.Module):
             if given.hidden is None:
                 raise KvshotError("the drafter makes keys from hidden states, the context has none: capture them")
             at = [self.hidden_at[i] for i in range(self.first, self.first + self.count)]
-            x = given.hidden[:, at].transpose(1, 2).flatten(2).to(dtype)
+            x = given.hidden[:, at].to(dtype)
+            # as the target's blocks norm them (Eq. 4): a few dimensions of raw states are hundreds of times the others.
+            # No weight: the projection would absorb it
+            x = F.rms_norm(x, x.shape[-1:], eps=self.norm_eps).transpose(1, 2).flatten(2)
             return Keys(rotate(to_heads(self.k_proj(x), self.head_dim), rope), to_heads(self.v_proj(x), self.head_dim))
         keys, values = self._pick(given.keys, dtype), self._pick(given.values, dtype)
         if self.kind == "concat":
