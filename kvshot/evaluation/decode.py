@@ -22,7 +22,7 @@ class DecodeReport:
     """What happened at each verify call.
 
     accepted: drafted tokens that were right; tried: those that stood at the place where they were wanted, right or not
-    (accepted, or one more); kept: tokens added, the target's own included, nothing behind an end token counted.
+    (accepted, or one more); kept: tokens added, the target's own included. Nothing behind an end counts.
     seconds: "target", "drafter" and "host" (all the rest), prefill not included; prefill_seconds: the target's.
     """
 
@@ -39,6 +39,11 @@ class DecodeReport:
         The last calls before a length limit draft no further than it, and count like any other.
         """
         return sum(self.kept) / len(self.kept) if self.kept else None
+
+    def cut(self, n: int) -> None:
+        """The text ended behind the first n tokens of the last call: what was drafted behind them does not count."""
+        for counts in (self.accepted, self.tried, self.kept):
+            counts[-1:] = [min(count, n) for count in counts[-1:]]
 
     @classmethod
     def pooled(cls, reports: Sequence[DecodeReport]) -> DecodeReport:
@@ -90,8 +95,7 @@ def decode(target: Target, drafter: Drafter, ids: Sequence[int], *, max_new_toke
     while True:
         end = next((n + 1 for n, t in enumerate(new) if t in run.eos or stop and stop(tokens + new[: n + 1])), None)
         new = new[:end][: max_new_tokens - len(tokens)]
-        for counts in (run.report.kept, run.report.accepted, run.report.tried):
-            counts[-1:] = [min(n, len(new)) for n in counts[-1:]]  # nothing behind an end counts
+        run.report.cut(len(new))
         tokens += new
         if on_tokens is not None:
             on_tokens(new)
@@ -195,23 +199,17 @@ class _Run:
         if self.on_round is not None:
             self.on_round(tree, path, bonus)
         tokens = tree.tokens[path[1:]].tolist()
-        ends = next((n for n, t in enumerate(tokens) if t in self.eos), None)
-        self._count(len(tokens), tried, ends)
-        self.session.keep(path)
         new = [*tokens, bonus]
+        self.report.accepted.append(len(tokens))
+        self.report.tried.append(tried)
+        self.report.kept.append(len(new))
+        self.session.keep(path)
         self.root, self.text = bonus, self.text + new
         with self._timed("drafter"):
             self._remember(new)
         spent = sum(self.report.seconds.values()) - sum(before.values())
         self.report.seconds["host"] += self.target.clock() - began - spent
         return new
-
-    def _count(self, accepted: int, tried: int, ends: int | None) -> None:
-        """ends: place of an accepted end token: what stands behind it is neither tried nor kept."""
-        report = self.report
-        report.accepted.append(accepted if ends is None else ends + 1)
-        report.tried.append(tried if ends is None else ends + 1)
-        report.kept.append(accepted + 1 if ends is None else ends + 1)
 
     def _remember(self, following: list[int]) -> None:
         """The drafter's memory of the tokens just read and kept; `following`: the token after each."""

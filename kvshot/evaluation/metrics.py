@@ -241,9 +241,12 @@ def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
     return out
 
 
+@lru_cache(maxsize=4)  # every comparison of a page draws the same ones
 def resamples(n: int, n_boot: int, seed: int) -> np.ndarray:
-    """How often each of n clusters is drawn in each of n_boot resamples: float64 [n_boot, n]."""
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
+    """How often each of n clusters is drawn in each of n_boot resamples: float64 [n_boot, n], read-only."""
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=n_boot).astype(np.float64)
+    drawn.flags.writeable = False
+    return drawn
 
 
 def resample(counts: np.ndarray, n_boot: int, seed: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,7 +19,7 @@ from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.evaluation.ngram import NgramModel, ngram_hits
 from kvshot.experiments.profiles import Profile
-from kvshot.experiments.record import DataInfo, TargetInfo
+from kvshot.experiments.record import DataInfo, RunRecord, TargetInfo
 from kvshot.experiments.registry import experiment
 from kvshot.fileio import cache_dir
 from kvshot.targets import Features, FeatureStore, OnlineFeatures, Target, load_target
@@ -126,6 +127,12 @@ class Bench:
         parts = (range(start, min(start + 16, len(store))) for start in range(0, len(store), 16))
         labels = [row["argmax"].cpu().numpy() for part in parts for row in store.rows(part)]
         return ngram_hits(self.ngram, self.examples[name], labels, n_steps)
+
+    def check_data(self, record: RunRecord, run: str | os.PathLike) -> None:
+        """Raises KvshotError when a run was trained on other data than the profile has here."""
+        if self.data_info() != record.data:
+            raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: give a "
+                              "run on the profile's data")
 
     def target_info(self) -> TargetInfo:
         return TargetInfo(name=self.target.name, weights_sha256=self.target.weights_sha256)

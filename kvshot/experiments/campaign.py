@@ -14,7 +14,7 @@ from kvshot.allocator import usable_cores
 from kvshot.errors import KvshotError
 from kvshot.experiments.end_to_end import EndToEnd, place
 from kvshot.experiments.profiles import Profile, profile
-from kvshot.experiments.record import RunRecord, load_records, published_path
+from kvshot.experiments.record import RECORD, RunRecord, load_records, published_path
 from kvshot.experiments.registry import EXPERIMENTS, Experiment, plan
 from kvshot.experiments.run import publish, recipe
 from kvshot.fileio import cache_dir
@@ -72,7 +72,7 @@ def _fits(path: Path, chosen: Profile, name: str, seed: int) -> bool:
 
 def _usable(run: Path, chosen: Profile, e: Experiment, seed: int) -> bool:
     """Whether a run's folder holds a whole run of this recipe: the record is written last."""
-    return (run / "best").is_dir() and _fits(run / "record.json", chosen, e.name, seed)
+    return (run / "best").is_dir() and _fits(run / RECORD, chosen, e.name, seed)
 
 
 def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs: str | os.PathLike | None = None,
@@ -110,10 +110,9 @@ def reproduce(profile_name: str, *, results: str | os.PathLike = "results", runs
         if not _usable(folder, chosen, e, seed):
             _kvshot("train", e.name, "--profile", profile_name, "--seed", str(seed), "--out", str(folder), *options,
                     **share)
-        replayed = _to_replay(profile_name, results, e, seed)
-        if (e.name, seed) in lacking or replayed:
+        if (e.name, seed) in lacking or _to_replay(profile_name, results, e, seed):
             publish(folder, results)
-        if replayed or _to_replay(profile_name, results, e, seed):
+        if _to_replay(profile_name, results, e, seed):
             _kvshot("replay", str(folder), "--results", str(results), *options, **share)
 
     for (e, seed), error in _in_parallel(todo, jobs, one, lambda e, seed: _last_line(runs / f"{e.name}-seed{seed}")):

@@ -22,6 +22,7 @@ from kvshot.evaluation.stepwise import stepwise_hits
 from kvshot.experiments.bench import TRAIN, Bench
 from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import (
+    RECORD,
     DataInfo,
     OfRun,
     Strict,
@@ -172,13 +173,11 @@ def diagnose_run(run: str | os.PathLike, results: str | os.PathLike, *, device: 
     run = Path(run)
     record, trained = trained_record(record_of(run)), (run / "best").is_dir()
     bench = Bench(profile(record.profile), device=device, experiments=[record.experiment])
-    if bench.data_info() != record.data:
-        raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
-                          "diagnose a run on the profile's data")
+    bench.check_data(record, run)
     drafter, _ = load_drafter(run / "best" if trained else run, bench.target)
     out = diagnose(bench, drafter, record.experiment, seed=record.training.seed, run_created=record.created,
                    texts=texts, query_steps=query_steps)
-    path = Path(results) / record.profile / "diagnosis" / f"{record.experiment}-seed{record.training.seed}.json"
+    path = published_path(results, record.profile, record.experiment, record.training.seed, "diagnosis")
     out.save(path)
     return out, path
 
@@ -196,6 +195,6 @@ def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: s
 def record_of(run: str | os.PathLike) -> Path:
     """Where the record of a run lies: in its folder, or beside its published checkpoint."""
     run = Path(run).resolve()
-    if run.name == "best" and (run.parent / "record.json").exists():
+    if run.name == "best" and (run.parent / RECORD).exists():
         run = run.parent
-    return run / "record.json" if (run / "best").is_dir() else run.with_name(run.name + ".json")
+    return run / RECORD if (run / "best").is_dir() else run.with_name(run.name + ".json")

@@ -25,7 +25,16 @@ from kvshot.evaluation.replay import Text, replay
 from kvshot.evaluation.tree import TreeShape
 from kvshot.experiments.bench import Bench
 from kvshot.experiments.profiles import profile
-from kvshot.experiments.record import OfRun, Sha256, Strict, describe_code, describe_machine, trained_record
+from kvshot.experiments.record import (
+    RECORD,
+    OfRun,
+    Sha256,
+    Strict,
+    describe_code,
+    describe_machine,
+    published_path,
+    trained_record,
+)
 from kvshot.fileio import atomic_file, cache_dir
 from kvshot.paper import SETTING
 from kvshot.progress import progress
@@ -69,7 +78,7 @@ class EndToEnd(OfRun):
 
 
 def place(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0) -> Path:
-    return Path(results) / profile / "end_to_end" / f"{experiment}-seed{seed}.json"
+    return published_path(results, profile, experiment, seed, "end_to_end")
 
 
 def greedy_texts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, quiet: bool = False
@@ -155,11 +164,9 @@ def measure_run(run: str | os.PathLike, results: str | os.PathLike, *, device: s
 
     Raises KvshotError for no such run, and for one on other data than its profile's.
     """
-    record = trained_record(Path(run) / "record.json")
+    record = trained_record(Path(run) / RECORD)
     bench = Bench(profile(record.profile).model_copy(update={"dtype": "float32"}), device=device)
-    if bench.data_info() != record.data:
-        raise KvshotError(f"the run in {run} was trained on other data than profile {record.profile} has: "
-                          "measure a run on the profile's data")
+    bench.check_data(record, run)
     drafter, _ = load_drafter(Path(run) / "best", bench.target)
     seed = record.training.seed
     out = measure(bench, drafter, record.experiment, seed, record.created)

@@ -32,6 +32,7 @@ from kvshot.evaluation.metrics import ConversationCounts, StepwiseSummary
 from kvshot.fileio import atomic_file
 
 SCHEMA_VERSION = 1
+RECORD = "record.json"  # of a run, in its folder: written when the run is whole
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -208,9 +209,11 @@ def trained_record(path: str | os.PathLike) -> RunRecord:
     return record
 
 
-def published_path(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0) -> Path:
-    """Where the record of a run is published; its checkpoint lies beside it, without the suffix."""
-    return Path(results) / profile / f"{experiment}-seed{seed}.json"
+def published_path(results: str | os.PathLike, profile: str, experiment: str, seed: int = 0, kind: str = "") -> Path:
+    """Where the record of a run is published, or what else was measured of it, in the folder `kind`; the checkpoint
+    lies beside the record, without the suffix.
+    """
+    return Path(results) / profile / kind / f"{experiment}-seed{seed}.json"
 
 
 def load_records(folder: str | os.PathLike) -> list[RunRecord]:

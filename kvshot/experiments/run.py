@@ -20,6 +20,7 @@ from kvshot.experiments.bench import TRAIN, VALIDATION, Bench
 from kvshot.experiments.cost import cost
 from kvshot.experiments.profiles import Profile, profile
 from kvshot.experiments.record import (
+    RECORD,
     CurvePoint,
     DomainEvaluation,
     RunRecord,
@@ -37,7 +38,7 @@ from kvshot.training.masks import supervised_columns
 from kvshot.training.probes import save_probes
 from kvshot.training.trainer import Progress, TrainConfig, Trainer, processes
 
-PROBES, RECORD = "probes.csv.xz", "record.json"
+PROBES = "probes.csv.xz"
 
 
 def recipe(base: Profile, name: str, **given) -> TrainConfig:
@@ -57,7 +58,7 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
     drafter_config = e.config(bench.target, len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
     if e.start is not None:
-        if start is None or not (Path(start).parent / RECORD).exists():  # written when a run is whole
+        if start is None or not (Path(start).parent / RECORD).exists():
             raise KvshotError(f"{name} starts from a finished run of {e.start}, and {start or 'nothing'} is none: "
                               f"train {e.start} first, or use `kvshot reproduce --only {name}`")
         warm_start(drafter, load_drafter(start, bench.target)[0])
@@ -76,10 +77,13 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
         return {"mat": summary.mat.value, "alpha": summary.alpha}
 
     trainer = Trainer(bench.target, drafter, bench.vocab, store, config, folder, evaluate)
-    # a record says that its folder holds a whole run: it goes before the first step of another
-    begins = (Path(folder) / RECORD).unlink if group.is_main_process else lambda **_: None
+
+    def begins() -> None:  # a record says that its folder holds a whole run: it goes before the first step of another
+        if group.is_main_process:
+            (Path(folder) / RECORD).unlink(missing_ok=True)
+
     with exclusive(folder) if group.is_main_process else nullcontext():
-        return trainer.run(quiet=bench.quiet, begins=lambda: begins(missing_ok=True))
+        return trainer.run(quiet=bench.quiet, begins=begins)
 
 
 def evaluate(
@@ -101,8 +105,8 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     """Train, evaluate the best checkpoint, write the record to `record.json` in `folder`.
 
     Under torchrun or `accelerate launch` the processes share every batch; the first of them evaluates, reports and
-    writes, and the others get None. A run that was whole already is evaluated again, and keeps the
-    date that it is known by.
+    writes, and the others get None. A run that was whole already is evaluated again, and keeps the date that it is
+    known by.
     """
     folder, group, code = Path(folder), processes(resolve_device(bench.device)), describe_code()
     setting = bench.profile.setting
