@@ -29,6 +29,7 @@ CHOICES = {
         "every column": {"columns_per_sequence": None},
         "batches of 4,096 tokens": {"batch_tokens": 4096},
         "lr 2e-3": {"lr": 2e-3},
+        "lr 5e-4": {"lr": 5e-4},
         "start from the target": {"init": "target"},
         "start from the target, lr 2e-3": {"init": "target", "lr": 2e-3},
     },

@@ -30,7 +30,7 @@ Rows = dict[str, list[RunRecord]]
 _OURS = {
     "eagle3-continued": "EAGLE-3, continued", "eagle3-block": "EAGLE-3, target's last block",
     "kv-only-2-blocks": "KV-only, 2 target blocks", "kv-only-4-blocks": "KV-only, 4 target blocks",
-    "kv-only-2-outer": "KV-only, 2 outer blocks, random",
+    "kv-only-2-continued": "KV-only, 2 layers, continued", "kv-only-2-outer": "KV-only, 2 outer blocks, random",
     "no-prefix-attention": "EAGLE-3, no prefix attention", "mtp": "MTP-style",
 }
 

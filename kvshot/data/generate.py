@@ -96,6 +96,7 @@ class Row:
             self.outcome, self.segment = "gave up", len(self.segments)
 
 
+MAX_ROWS = 320  # live rows of one worker: more make better use of the matrix units, and more memory (5 GB here)
 KNOWN = ("llama", "qwen2", "qwen3", "mistral")  # the same blocks, up to biases and norms of queries and keys
 
 
@@ -109,18 +110,36 @@ class _Layers:
                               f"{type(model).__name__}: let a server such as vLLM write the answers as messages "
                               "JSONL, and make a data set of them with `kvshot data split`")
         base = model.model
-        self.base, self.head = base, model.lm_head.weight
+        self.base, self.dtype = base, model.lm_head.weight.dtype
         self.n_heads, self.n_kv = cfg.num_attention_heads, cfg.num_key_value_heads
         self.layers = [(layer, layer.self_attn, layer.mlp) for layer in base.layers]
         self.head_dim = self.layers[0][1].head_dim
         with torch.no_grad():
-            self.qkv = [_fuse(a.q_proj, a.k_proj, a.v_proj) for _, a, _ in self.layers]
-            self.gate_up = [_fuse(m.gate_proj, m.up_proj) for _, _, m in self.layers]
+            self.qkv = [_Product(a.q_proj, a.k_proj, a.v_proj) for _, a, _ in self.layers]
+            self.out = [_Product(a.o_proj) for _, a, _ in self.layers]
+            self.gate_up = [_Product(m.gate_proj, m.up_proj) for _, _, m in self.layers]
+            self.down = [_Product(m.down_proj) for _, _, m in self.layers]
+            self.head = _Product(model.lm_head)
 
 
-def _fuse(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
-    return torch.cat([x.weight for x in linears]), bias
+class _Product:
+    """Linear layers side by side as one product.
+
+    In bfloat16 the weight is kept as the CPU's units read it: oneDNN would lay it out anew at every call.
+    """
+
+    def __init__(self, *linears: torch.nn.Linear) -> None:
+        self.bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+        self.weight = torch.cat([x.weight for x in linears])
+        self.packed = (self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+                       and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, MAX_ROWS)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
 
 def _norm(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
@@ -167,13 +186,13 @@ class BlockGenerator:
     """
 
     def __init__(self, model: torch.nn.Module, prefix: Sequence[int], *, capacity: int, block_rows: int = 64,
-                 max_rows: int = 320, seed: int = 0) -> None:
+                 max_rows: int = MAX_ROWS, seed: int = 0) -> None:
         if not len(prefix):
             raise KvshotError("the common prefix is empty: give at least the first token of the template")
         self.w = _Layers(model)
         self.capacity, self.block_rows, self.max_rows, self.seed = capacity, block_rows, max_rows, seed
         self.prefix = list(prefix)
-        self.dtype = self.w.head.dtype
+        self.dtype = self.w.dtype
         shape = (len(self.w.layers), 2, self.w.n_kv, 0, self.w.head_dim)
         first = _Block(-1, [], [0], torch.zeros(shape, dtype=self.dtype), self.w.n_kv, 0, torch.Generator())
         with torch.inference_mode():
@@ -222,7 +241,7 @@ class BlockGenerator:
         # drawn at every step, needed or not: a block's draws must not depend on what runs beside it
         draws = torch.cat([torch.rand(len(b.order), generator=b.rng) for b in live])
         if sampled:
-            logits = F.linear(hidden[sampled], self.w.head)
+            logits = self.w.head(hidden[sampled])
             chosen = choose(logits, [rows[i].segments[rows[i].segment] for i in sampled], draws[sampled])
             for i, token in zip(sampled, chosen.tolist(), strict=True):
                 rows[i].last = token
@@ -246,7 +265,7 @@ class BlockGenerator:
         sizes = [w.n_heads * d, w.n_kv * d, w.n_kv * d]
         mixed = torch.empty(n, w.n_heads * d, dtype=x.dtype)
         for index, (layer, attn, mlp) in enumerate(w.layers):
-            q, k, v = F.linear(_norm(x, layer.input_layernorm), *w.qkv[index]).split(sizes, -1)
+            q, k, v = w.qkv[index](_norm(x, layer.input_layernorm)).split(sizes, -1)
             q, k, v = q.view(n, w.n_heads, d), k.view(n, w.n_kv, d), v.view(n, w.n_kv, d)
             if hasattr(attn, "q_norm"):
                 q, k = _norm(q, attn.q_norm), _norm(k, attn.k_norm)
@@ -261,9 +280,9 @@ class BlockGenerator:
                 scores[..., end:] = -torch.inf
                 mixed[part] = torch.bmm(scores.softmax(-1), values).view(count, -1)
                 at += count
-            x += attn.o_proj(mixed)
-            gate, up = F.linear(_norm(x, layer.post_attention_layernorm), *w.gate_up[index]).chunk(2, -1)
-            x += mlp.down_proj(mlp.act_fn(gate).mul_(up))
+            x += w.out[index](mixed)
+            gate, up = w.gate_up[index](_norm(x, layer.post_attention_layernorm)).chunk(2, -1)
+            x += w.down[index](mlp.act_fn(gate).mul_(up))
         for block in live:
             block.length += 1
         return _norm(x, w.base.norm)
@@ -285,13 +304,15 @@ def choose(logits: torch.Tensor, segments: Sequence[Sampled], draws: torch.Tenso
     return torch.where(greedy, logits.argmax(-1), chosen) if greedy.any() else chosen
 
 
-def _top(x: torch.Tensor, k: int, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def _top(x: torch.Tensor, k: int, widths: Sequence[int] = (64, 8)) -> tuple[torch.Tensor, torch.Tensor]:
     """x.topk(k) of [N, V], faster on long rows: the k largest lie in the k chunks with the largest maxima."""
-    n, size = x.shape
-    if size % width or size < 4 * k * width:
+    if not widths:
         return x.topk(k, dim=-1)
+    (n, size), width, narrower = x.shape, widths[0], widths[1:]
+    if size % width or size < 4 * k * width:
+        return _top(x, k, narrower)
     chunks = x.view(n, -1, width)
-    best = chunks.amax(-1).topk(k, dim=-1).indices
-    picked = chunks.gather(1, best[:, :, None].expand(-1, -1, width)).reshape(n, -1)
-    values, where = picked.float().topk(k, dim=-1)
+    best = chunks.amax(-1).topk(k, dim=-1, sorted=False).indices
+    rows = torch.arange(n)[:, None] * chunks.shape[1] + best
+    values, where = _top(chunks.reshape(-1, width).index_select(0, rows.view(-1)).view(n, -1), k, narrower)
     return values, best.gather(1, where // width) * width + where % width

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from kvshot.allocator import set_for_children, usable_cores
 from kvshot.data.corpus import OWN_SPLITS, Corpus
 from kvshot.data.filters import Filter, Report, looping
-from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled
+from kvshot.data.generate import MAX_ROWS, BlockGenerator, Forced, Row, Sampled
 from kvshot.data.readers import Conversation, Message
 from kvshot.data.split import split_corpus, without_alike
 from kvshot.data.template import prompt_ids, prompt_text
@@ -58,7 +58,6 @@ class Recipe(BaseModel):
 
 HELD_OUT_AMONG = 7000
 GIVE_UP_AFTER = 20  # blocks
-MAX_ROWS = 320  # live rows of one worker: more make better use of the matrix units, and more memory (5 GB here)
 
 
 class _Frame:

@@ -83,6 +83,8 @@ def _rows() -> list[Experiment]:
                    ("table3", "table4", "beyond"), _states, start="eagle3", decisive=True),
         Experiment("no-prefix-attention", "hidden states without attention to earlier ones: what a single compressed "
                    "vector holds", ("beyond",), lambda target: {**_states(target), "memory": "none"}, decisive=True),
+        Experiment("kv-only-2-continued", "the 2-layer KV-only drafter trained on for as long as EAGLE-3 continued",
+                   ("beyond",), _kv(depth=2), "kv", start="kv-only-2"),
         Experiment("no-target-info", "no target information: a one-layer language model", ("table1", "table5"),
                    lambda target: {}, "kv"),
         Experiment("head-concat", "target layers as additional heads", ("table1", "table5"), _kv(injection="concat"),
@@ -103,8 +105,11 @@ def _rows() -> list[Experiment]:
                    ("table3", "table5"), _with_states("target")),
         Experiment("cross-only-checkpoint", "the same from EAGLE-3's checkpoint", ("table3", "table5"),
                    _with_states("target"), start="eagle3"),
-        Experiment("mtp", "the last hidden state, trained on the first step only, applied recursively", ("fig1b",),
-                   lambda target: {"hidden_layers": (target.n_layers,)}, train={"n_steps": 1}),
+        # its own output takes the state's place, so it is normed as the target's last state is, and read by its head
+        Experiment("mtp", "the last hidden state and the target's head, trained on the first step only, applied "
+                   "recursively", ("fig1b",),
+                   lambda target: {"hidden_layers": (target.n_layers,), "norm_before_residual": True},
+                   train={"n_steps": 1, "init": "target"}),
         Experiment("kv-layers-4", kv2 + "4 target layers", ("table6",), _kv(4, depth=2), "kv"),
         Experiment("mlp-projector", kv2 + "an MLP for the projection", ("table6",), _kv(injection="mlp", depth=2),
                    "kv"),

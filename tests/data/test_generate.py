@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled, _top, choose
+from kvshot.data.generate import BlockGenerator, Forced, Row, Sampled, _Product, _top, choose
 from kvshot.errors import KvshotError
 
 SMALL = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -128,6 +128,19 @@ def test_the_largest_of_a_long_row(dtype):
     values, ids = _top(x, 128)
     assert torch.equal(values.to(dtype), x.topk(128).values)  # ties may come in any order
     assert torch.equal(x.gather(1, ids).float(), values.float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_a_product_is_its_linear_layers_side_by_side(dtype, tolerance, bias):
+    """In bfloat16 the weights are laid out for the CPU's units, where it has them."""
+    torch.manual_seed(0)
+    a, b = (torch.nn.Linear(64, n, bias=bias, dtype=dtype) for n in (48, 17))
+    product = _Product(a, b)
+    with torch.inference_mode():
+        for rows in (1, 33, 320):
+            x = torch.randn(rows, 64, dtype=dtype)
+            torch.testing.assert_close(product(x), torch.cat([a(x), b(x)], -1), atol=tolerance, rtol=tolerance)
 
 
 def test_other_shapes_are_refused():
