@@ -2,9 +2,11 @@
 
     python benchmarks/recipe.py results/choices/laptop-eagle3.json eagle3
     python benchmarks/recipe.py results/choices/laptop-kv-only-2.json kv-only-2
+    python benchmarks/recipe.py results/choices/laptop-eagle3-whole.json eagle3 laptop 2048000 "lr 2e-3"
 
-Every run sees as many tokens as 200 steps of the laptop profile have; only what its name says differs from the
-profile's recipe. The validation split is not reported on anywhere else. Rows that the file has are not run again.
+Every run sees as many tokens as 100 steps of the laptop profile have, or as many as are given; only what its name says
+differs from the profile's recipe. Names behind the number of tokens: of the choices, these only. The validation split
+is not reported on anywhere else. Rows that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ CHOICES = {
 }
 
 
-def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = "409600") -> None:
+def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = "204800", *only: str) -> None:
     chosen = profile(profile_name)
     bench, path = Bench(chosen, experiments=[experiment]), Path(out)
     base = recipe(chosen, experiment)
@@ -56,7 +58,7 @@ def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = 
         raise SystemExit(f"{out} holds rows of another recipe or other data: delete it to begin again")
     rows = before["rows"]
     for name, choice in CHOICES[experiment].items():
-        if name in [row["name"] for row in rows]:
+        if name in [row["name"] for row in rows] or only and name not in only:
             continue
         batch = choice.get("batch_tokens", base.batch_tokens)
         steps = int(tokens) // batch
