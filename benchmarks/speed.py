@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from kvshot.allocator import restart_with_settings
@@ -21,7 +22,7 @@ from kvshot.data.generate import BlockGenerator, Row, Sampled
 from kvshot.drafters import eagle3
 from kvshot.drafters.init import new_drafter
 from kvshot.products import fast_products
-from kvshot.targets import FeatureStore, capture, load_target
+from kvshot.targets import FeatureStore, Target, capture, load_target
 from kvshot.training.batches import load_batch
 from kvshot.training.ttt import TTTLoss, choose_columns
 
@@ -46,22 +47,24 @@ def report(title: str, tokens: int, seconds: dict[str, float]) -> None:
     print(flush=True)
 
 
-def main() -> None:
-    target = load_target("smollm2-135m")
-    ids = torch.randint(3, 40_000, (16, 256), generator=torch.Generator().manual_seed(0))
+def capture_speed(target: Target, ids: torch.Tensor) -> None:
+    """On tokens [B, T]."""
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.inference_mode():
         report("capture", ids.numel(), interleaved(
             3, decoder=lambda: target.decoder(ids, use_cache=False),
             capture=lambda: capture(target, ids, mask, kv_layers=())))
 
-    examples = [Example(str(i), row.numpy(), mask[i].numpy()) for i, row in enumerate(ids)]
-    vocab = DraftVocab.from_examples(examples, target.vocab_size, 8192)
+
+def training_speed(target: Target, ids: torch.Tensor, vocab_size: int = 8192) -> None:
+    """Of EAGLE-3 on tokens [B, T], all of them supervised."""
+    examples = [Example(str(i), row.numpy(), np.ones(len(row), bool)) for i, row in enumerate(ids)]
+    vocab = DraftVocab.from_examples(examples, target.vocab_size, vocab_size)
     drafter = new_drafter(target, eagle3(target, draft_vocab_size=len(vocab)), vocab, seed=0)
     loss = TTTLoss(drafter, target.scorer(vocab.ids))
     with tempfile.TemporaryDirectory() as folder:
         store = FeatureStore.build(folder, target, examples, kv_layers=(), quiet=True)
-        batch = load_batch(store, range(len(examples)), drafter.config.hidden_layers)
+        batch = load_batch(store, range(len(examples)), drafter.config)
 
     def step(per_sequence: int | None) -> None:
         with fast_products(target.device, torch.bfloat16):
@@ -73,8 +76,10 @@ def main() -> None:
     report("TTT step, K = 7", ids.numel(), interleaved(
         2, **{"all columns": lambda: step(None), "48 a sequence": lambda: step(48)}))
 
-    prefix, new, n = ids[0, :24].tolist(), 64, 96
-    generator = BlockGenerator(target.model, prefix, capacity=128, block_rows=n, max_rows=n)
+
+def generation_speed(target: Target, prefix: list[int], n: int, new: int) -> None:
+    """Of n greedy rows of `new` tokens behind one prefix."""
+    generator = BlockGenerator(target.model, prefix, capacity=len(prefix) + new + 2, block_rows=n, max_rows=n)
 
     def ours() -> None:
         list(generator.run(iter([(0, [Row((Sampled(new, frozenset()),)) for _ in range(n)])])))
@@ -84,6 +89,14 @@ def main() -> None:
                               pad_token_id=0)
 
     report(f"generation, {n} rows", n * new, interleaved(1, generate=theirs, ours=ours))
+
+
+def main() -> None:
+    target = load_target("smollm2-135m", device="cpu")
+    ids = torch.randint(3, 40_000, (16, 256), generator=torch.Generator().manual_seed(0))
+    capture_speed(target, ids)
+    training_speed(target, ids)
+    generation_speed(target, ids[0, :24].tolist(), n=96, new=64)
 
 
 if __name__ == "__main__":

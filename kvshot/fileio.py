@@ -112,6 +112,13 @@ def require_new(folder: str | os.PathLike) -> None:
         raise KvshotError(f"{folder} exists already: name a new folder")
 
 
+def require_folder(folder: str | os.PathLike) -> None:
+    """Raise KvshotError where `folder` cannot be made: a file has its name, or that of a folder above it."""
+    there = next((p for p in (Path(folder), *Path(folder).parents) if p.exists()), None)
+    if there is not None and not there.is_dir():
+        raise KvshotError(f"{there} is a file: name a folder")
+
+
 def sha256_file(path: str | os.PathLike) -> str:
     """Hex sha256 of a file's bytes."""
     with open(path, "rb") as f:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from kvshot import bottlenecks, theory
+from kvshot import bottlenecks, cli, theory
 from kvshot.data import Conversation, Message, read_conversations, write_conversations
 from kvshot.data.corpus import Corpus
 from kvshot.errors import KvshotError
-from kvshot.evaluation.metrics import pool
+from kvshot.evaluation.metrics import StepwiseHits, pool, summarise
 from kvshot.experiments import RunRecord
 from kvshot.experiments.diagnosis import Diagnosis, diagnoses
+from kvshot.experiments.record import DomainEvaluation
 from kvshot.training.probes import load_probes
 
 
@@ -42,7 +46,7 @@ def kvshot(place, *args, ok=True):
 @pytest.mark.slow
 def test_train_evaluate_show(place):
     printed = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--device", "cpu")
-    assert "held_out: 40 conversations" in printed and "n-gram, marginal" in printed
+    assert "held_out: 40 conversations" in printed and "n-gram α6" in printed
     record = RunRecord.load(place / "run" / "record.json")
     assert record.experiment == "eagle3" and record.training.steps == 40 and record.profile == "smoke"
     assert record.drafter["hidden_layers"] == [2, 3, 4] and record.data.n_train_conversations == 48
@@ -92,6 +96,26 @@ def test_train_evaluate_show(place):
     assert re.search(r"^kv-only-1 .*; to do, about \d+ min$", listed, re.M) and "kv-only-2" not in listed
     other = kvshot(place, "train", "eagle3", "--profile", "smoke", "--out", "run", "--lr", "0.1", ok=False)
     assert "another recipe" in other
+
+
+@pytest.mark.parametrize("conversations", [30, 1])
+def test_the_table_of_alphas_fits_80_columns_and_has_what_is_behind_them(monkeypatch, conversations):
+    random = np.random.default_rng(0)
+    hits = random.random((120_000, 7)) < 0.6
+    hits[:, 5] = False
+    summary = summarise(StepwiseHits(hits, hits | True, np.arange(len(hits)) % conversations, hits & False), n_boot=20)
+    monkeypatch.setattr(cli, "console", Console(width=80, file=io.StringIO(), markup=False))
+    cli._show_domain("held_out", DomainEvaluation(drafter=summary, ngram=summary))
+    lines = cli.console.file.getvalue().splitlines()
+    assert lines[0].strip() == f"held_out: {conversations} conversations, 120000 columns"
+    assert max(map(len, lines[:-2])) <= 80
+    (line,) = (line for line in lines if "drafter α1" in line)
+    s, before = summary.steps[1], int(hits[:, 0].sum())
+    interval = f" [{s.alpha_marginal.low:.3f}, {s.alpha_marginal.high:.3f}]" if conversations > 1 else ""
+    assert [part.strip() for part in line.split("│")[2:-1]] == [
+        f"{hits[:, 1].mean():.3f}{interval}", f"{s.alpha_joint.value:.3f} of 120000",
+        f"{s.alpha_joint.numerator / before:.3f} of {before}"]
+    assert sum("undefined" in line for line in lines if "α6" in line) == 2  # after a step that nobody survives
 
 
 @pytest.mark.slow

@@ -131,14 +131,17 @@ class _Product:
     def __init__(self, *linears: torch.nn.Linear) -> None:
         self.bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
         self.weight = torch.cat([x.weight for x in linears])
-        self.packed = (self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-                       and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        # private operators: with a torch that lacks one, the plain product does
+        supported, reorder, self.product = (getattr(torch.ops.mkldnn, name, None) for name in (
+            "_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise"))
+        self.packed = bool(self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+                           and supported and reorder and self.product and supported())
         if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, MAX_ROWS)
+            self.weight = reorder(self.weight, MAX_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return self.product(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
 

@@ -75,7 +75,7 @@ def read_conversations(
     if report.bad and (on_bad == "refuse" or not report.conversations):
         number, reason = report.bad[0]
         more = f", and {len(report.bad) - 1} more bad records" if len(report.bad) > 1 else ""
-        skip = " or skip bad records (on_bad='skip')" if report.conversations else ""
+        skip = " or skip bad records (--on-bad skip, in Python on_bad='skip')" if report.conversations else ""
         raise KvshotError(f"{path} line {number}: {reason}{more}: mend the file{skip}")
     if not report.conversations:
         raise KvshotError(f"{path} holds no conversations: give a JSON or JSONL file with at least one")

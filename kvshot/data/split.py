@@ -61,6 +61,10 @@ def split_corpus(
 
     Raises KvshotError when a split would be empty.
     """
+    total = min(len(conversations), among or len(conversations))
+    if held_out + validation >= total:
+        raise KvshotError(f"{total} conversations are too few to hold out {held_out} and choose checkpoints on "
+                          f"{validation}: hold out fewer (--held-out), or give more conversations")
     aside = split(conversations, held_out=held_out + validation, seed=seed, among=among)
     try:
         inner = split(aside.held_out, held_out=held_out, seed=seed)

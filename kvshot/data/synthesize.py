@@ -12,6 +12,7 @@ import json
 import multiprocessing as mp
 import os
 import queue
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvshot.allocator import set_for_children, usable_cores
-from kvshot.data.corpus import OWN_SPLITS, Corpus
+from kvshot.data.corpus import OWN_SPLITS, RECIPE, Corpus
 from kvshot.data.filters import Filter, Report, looping
 from kvshot.data.generate import MAX_ROWS, BlockGenerator, Forced, Row, Sampled
+from kvshot.data.parts import part_path, read_part, write_part
 from kvshot.data.readers import Conversation, Message
 from kvshot.data.split import split_corpus, without_alike
 from kvshot.data.template import prompt_ids, prompt_text
@@ -37,7 +39,7 @@ from kvshot.targets import load_target, load_tokenizer, weights_sha256
 class Recipe(BaseModel):
     """How conversations are written. Lengths in tokens; temperature 0 is greedy."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     target: str
     seed: int = Field(0, ge=0)
@@ -111,16 +113,14 @@ class _Work:
                 self.counter.value += 1
             if self.total is not None and number >= self.total:
                 return
-            if not _part(folder, number).exists():
+            if not part_path(folder, number).exists():
                 yield number
-
-
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:05d}.json"
 
 
 def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
     torch.set_num_threads(1)
+    # a parent that is killed cannot end its workers, and they would go on for ever
+    threading.Thread(target=lambda: (mp.parent_process().join(), os._exit(1)), daemon=True).start()
     try:
         target = load_target(recipe.target, dtype="bfloat16", device="cpu")
         frame = _Frame(target.tokenizer, recipe.template)
@@ -131,19 +131,13 @@ def _worker(recipe: Recipe, folder: Path, prompts, work: _Work) -> None:
                                    seed=recipe.seed)
         blocks = ((n, _rows(recipe, frame, prompts, n)) for n in work.numbers(folder))
         for number, rows in generator.run(blocks):
-            _write_part(folder, number, rows)
+            write_part(folder, number, rows)
             work.results.put(number)
         work.results.put(None)
     except KvshotError as err:
         work.results.put(str(err))
     except Exception as err:  # reported by the parent, which cannot see this process's traceback
         work.results.put(f"a worker failed with {type(err).__name__}: {err}")
-
-
-def _write_part(folder: Path, number: int, rows: Sequence[Row]) -> None:
-    """Token ids per segment, and how each row ended; text is made later, in one place."""
-    with atomic_file(_part(folder, number)) as tmp:
-        tmp.write_text(json.dumps([{"written": r.written, "outcome": r.outcome} for r in rows]))
 
 
 def _run_workers(recipe: Recipe, folder: Path, prompts, workers: int, total: int | None, done,
@@ -267,9 +261,8 @@ class _Keeper:
             self.filter.remember(conversation)
 
     def part(self, folder: Path, number: int, frame: _Frame, prompts: Sequence[Conversation] | None = None) -> list:
-        rows = json.loads(_part(folder, number).read_text())
         out = []
-        for i, row in enumerate(rows):
+        for i, row in enumerate(read_part(folder, number, None if prompts is None else len(prompts))):
             prompt = None if prompts is None else prompts[i]
             conversation, reason = self._conversation(row, f"{number:05d}-{i:03d}", frame, prompt)
             if reason is not None:
@@ -306,7 +299,7 @@ def collect(folder: str | os.PathLike, tokenizer, *, answer_tokens: int | None =
     """The finished parts of a synthesis, filtered, in order up to a missing one or `answer_tokens` kept tokens."""
     folder, frame, keeper = Path(folder), _Frame(tokenizer), _Keeper(tokenizer, seen)
     kept, tokens, number = [], 0, first
-    while _part(folder, number).exists() and (answer_tokens is None or tokens < answer_tokens):
+    while part_path(folder, number).exists() and (answer_tokens is None or tokens < answer_tokens):
         new = keeper.part(folder, number, frame)
         kept, tokens, number = kept + new, tokens + sum(c.meta["answer_tokens"] for c in new), number + 1
     if not kept:
@@ -324,7 +317,12 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
     returned with an empty report when it holds as much; its other splits stay. Raises KvshotError when OUT holds
     another data set.
     """
-    out = Path(out)
+    out, validation = Path(out), max(1, held_out // 3)
+    most = min(HELD_OUT_AMONG, answer_tokens + recipe.block_rows)  # if every answer were one token long
+    if held_out + validation >= most and not (out / RECIPE).exists():
+        raise KvshotError(f"there will be at most {most} conversations to hold out {held_out} of and choose "
+                          f"checkpoints on {validation}: hold out fewer (--held-out) or, if that is less than "
+                          f"{HELD_OUT_AMONG}, ask for more answer tokens")
     asked = _made_by(recipe)
     with exclusive(out):
         about, splits = {}, {}
@@ -336,7 +334,7 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
             if _own_tokens(old) >= answer_tokens:
                 return old, Report()
         kept, report = synthesize(recipe, out / "parts", answer_tokens=answer_tokens, workers=workers)
-        parts, dropped = split_corpus(kept, held_out=held_out, validation=max(1, held_out // 3), seed=recipe.seed,
+        parts, dropped = split_corpus(kept, held_out=held_out, validation=validation, seed=recipe.seed,
                                       among=HELD_OUT_AMONG)
         about = {**about, **describe(recipe, report), "dropped as like a held-out one": dropped}
         return Corpus.save(out, out.resolve().name, about, {**splits, **parts}), report

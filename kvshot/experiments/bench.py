@@ -14,7 +14,9 @@ from pydantic import JsonValue
 from kvshot.data import DraftVocab, Example, encode_all, examples_sha256, split
 from kvshot.data.corpus import Corpus
 from kvshot.data.toy import toy_conversations
+from kvshot.drafters.checkpoint import load_drafter, target_of
 from kvshot.drafters.config import DrafterConfig
+from kvshot.drafters.drafter import Drafter
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import StepwiseHits
 from kvshot.evaluation.ngram import NgramModel, ngram_hits
@@ -79,6 +81,12 @@ class Bench:
                       file=sys.stderr)
             out[name] = encoded.examples
         return out
+
+    def drafter(self, checkpoint: str | os.PathLike) -> Drafter:
+        """A checkpoint's drafter. What is wrong with it, or with the data, is said before the target is fetched."""
+        target_of(checkpoint)
+        self.conversations  # noqa: B018
+        return load_drafter(checkpoint, self.target)[0]
 
     @property
     def domains(self) -> list[str]:

@@ -186,8 +186,7 @@ def diagnose_checkpoint(folder: str | os.PathLike, chosen: Profile, *, device: s
                         query_steps: int = 200) -> tuple[Diagnosis, Path]:
     """Diagnose a drafter without a run (`kvshot import`) on a profile's data; into `diagnosis.json` in its folder."""
     folder, bench = Path(folder), Bench(chosen, device=device)
-    drafter, _ = load_drafter(folder, bench.target)
-    out = diagnose(bench, drafter, folder.resolve().name, texts=texts, query_steps=query_steps)
+    out = diagnose(bench, bench.drafter(folder), folder.resolve().name, texts=texts, query_steps=query_steps)
     out.save(folder / "diagnosis.json")
     return out, folder / "diagnosis.json"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvshot.drafters.checkpoint import load_drafter, save_drafter
+from kvshot.drafters.checkpoint import load_drafter, save_drafter, target_of
 from kvshot.drafters.config import checked
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import new_drafter, warm_start
@@ -30,8 +30,8 @@ from kvshot.experiments.record import (
     published_path,
     trained_record,
 )
-from kvshot.experiments.registry import experiment
-from kvshot.fileio import atomic_file, cache_dir, exclusive
+from kvshot.experiments.registry import Experiment, experiment
+from kvshot.fileio import atomic_file, cache_dir, exclusive, require_folder
 from kvshot.targets import Target, load_target
 from kvshot.targets.loading import resolve_device
 from kvshot.training.masks import supervised_columns
@@ -55,12 +55,13 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
     is not there, or a folder in which another process is at work.
     """
     e = experiment(name)
+    _check_before(bench, e, folder, start)
+    group = processes(resolve_device(bench.device))
+    with group.main_process_first():
+        bench.target.weights_sha256  # noqa: B018  the others find it unpacked
     drafter_config = e.config(bench.target, len(bench.vocab))
     drafter = new_drafter(bench.target, drafter_config, bench.vocab, seed=config.seed, init=config.init)
     if e.start is not None:
-        if start is None or not (Path(start).parent / RECORD).exists():
-            raise KvshotError(f"{name} starts from a finished run of {e.start}, and {start or 'nothing'} is none: "
-                              f"train {e.start} first, or use `kvshot reproduce --only {name}`")
         warm_start(drafter, load_drafter(start, bench.target)[0])
     steps = bench.profile.train.n_steps  # also for a drafter that is trained on fewer
     for split in (TRAIN, VALIDATION):
@@ -68,7 +69,6 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
                    for x in bench.examples[split]):
             raise KvshotError(f"no {split} answer is long enough for {steps} draft steps: give longer answers "
                               "or train fewer steps")
-    group = processes(bench.target.device)
     with group.main_process_first():  # the others find the features captured
         validation, store = bench.store(VALIDATION), bench.store(TRAIN)
 
@@ -86,11 +86,22 @@ def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfi
         return trainer.run(quiet=bench.quiet, begins=begins)
 
 
+def _check_before(bench: Bench, e: Experiment, folder: str | os.PathLike, start: str | os.PathLike | None) -> None:
+    """What can be wrong without the target is said before it is fetched."""
+    require_folder(folder)
+    if e.start is not None:
+        if start is None or not (Path(start).parent / RECORD).exists():
+            raise KvshotError(f"{e.name} starts from a finished run of {e.start}, and {start or 'nothing'} is none: "
+                              f"train {e.start} first, or use `kvshot reproduce --only {e.name}`")
+        target_of(start)
+    bench.conversations  # noqa: B018
+
+
 def evaluate(
     bench: Bench, checkpoint: str | os.PathLike, n_steps: int = 7
 ) -> tuple[Drafter, dict[str, DomainEvaluation]]:
     """Step-wise acceptance of a checkpoint on every held-out domain, in float32, with the n-gram row."""
-    drafter, _ = load_drafter(checkpoint, bench.target)
+    drafter = bench.drafter(checkpoint)
     bench.also.append(drafter.config)
     out = {}
     for domain in bench.domains:
@@ -111,8 +122,6 @@ def run(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig,
     folder, group, code = Path(folder), processes(resolve_device(bench.device)), describe_code()
     setting = bench.profile.setting
     bench.quiet |= not group.is_main_process
-    with group.main_process_first():
-        bench.target.weights_sha256  # noqa: B018  the others find it unpacked
     done = train(bench, name, folder, config, start=start)
     if not group.is_main_process:
         return None

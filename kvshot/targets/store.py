@@ -320,4 +320,17 @@ def _capture_shard(
         shard["final"][start:end] = context.final[mask]
         shard["argmax"][start:end] = argmax
         advance(end - start)
+    _require_finite(shard, target)
     return shard
+
+
+def _require_finite(shard: dict[str, Tensor], target: Target) -> None:
+    """Raises KvshotError for inf or NaN: a drafter that trained on them would be lost many steps later."""
+    names = [name for name in ("hidden", "keys", "values", "final") if shard[name].numel()]
+    # the extremes: they keep NaN, and take a fortieth of the time of isfinite on all
+    extremes = torch.stack([torch.stack(shard[name].aminmax()) for name in names])
+    for name, finite in zip(names, extremes.isfinite().all(-1).tolist(), strict=True):
+        if not finite:
+            dtype = str(target.dtype).removeprefix("torch.")
+            raise KvshotError(f"{target.name} in {dtype} gives inf or NaN ({name}): use bfloat16 or float32, which "
+                              "hold larger numbers than float16, or check its weights if it does so there")

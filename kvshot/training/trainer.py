@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -17,14 +16,14 @@ from typing import Literal
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import DistributedType
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvshot.data import DraftVocab
 from kvshot.drafters.checkpoint import load_drafter, save_drafter
 from kvshot.drafters.config import DrafterConfig
 from kvshot.drafters.drafter import Drafter
 from kvshot.drafters.init import Init
-from kvshot.errors import KvshotError
+from kvshot.errors import KvshotError, memory_is_full
 from kvshot.fileio import atomic_file, restore_folder
 from kvshot.products import WideProducts, wide_is_faster
 from kvshot.progress import progress
@@ -272,18 +271,11 @@ class Trainer:
                 "data": [meta[k] for k in ("weights_sha256", "tokens_sha256", "computed_in", "stored_in")],
                 "drafter": self.drafter.config.model_dump(mode="json"), "vocab": self.vocab.sha256}
 
-    def _resume(self) -> None:
-        self.seen.clear()
-        path = self.folder / "last.pt"
-        if not path.exists():
-            return
-        try:
-            saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            belongs = saved["belongs"]
-            # with the fields that were added since
-            belongs["drafter"] = DrafterConfig(**belongs["drafter"]).model_dump(mode="json")
-        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, ValidationError) as err:
-            raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
+    def _load(self, path: Path) -> None:
+        saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        belongs = saved["belongs"]
+        # with the fields that were added since
+        belongs["drafter"] = DrafterConfig(**belongs["drafter"]).model_dump(mode="json")
         for what, now in self._belongs().items():
             if belongs[what] != now:
                 raise KvshotError(f"{path} belongs to another recipe (its {what} differs): use another folder or "
@@ -292,6 +284,20 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.done = Progress(**saved["progress"])
+
+    def _resume(self) -> None:
+        self.seen.clear()
+        path = self.folder / "last.pt"
+        if not path.exists():
+            return
+        try:
+            self._load(path)
+        except KvshotError:
+            raise
+        except Exception as err:  # a damaged file, or a whole one of something else, raises nearly anything
+            if memory_is_full(err):
+                raise
+            raise KvshotError(f"{path} is damaged ({type(err).__name__}): delete it to train from the start") from err
         restore_folder(self.folder / "best")  # killed while it was replaced: the one of this step lies aside
         try:
             load_drafter(self.folder / "best", self.target)

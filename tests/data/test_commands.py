@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from kvshot import cli
 from kvshot.data import Conversation, Message, read_conversations, synthesize, write_conversations
@@ -60,6 +61,35 @@ def test_split(kvshot, tmp_path):
     assert code == 2 and "exists already" in errors[0]
     code, _, errors = kvshot("split", "a.jsonl")
     assert code == 2 and len(errors) == 1
+
+
+def test_a_temperature_is_a_number(kvshot, tmp_path):
+    prompts_and_corpus(tmp_path)
+    for args in (("synthesize", "out"), ("answer", "prompts.jsonl", "corpus", "--split", "mine")):
+        code, _, errors = kvshot(*args, "--target", "smoke", "--temperature", "inf")
+        assert code == 2 and len(errors) == 1 and "--temperature inf is no temperature" in errors[0]
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="finite number"):
+        synthesize.Recipe(target="smoke", answer_temperature=float("inf"))
+
+
+@pytest.mark.parametrize("error", [None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+                                   RuntimeError("[enforce fail at alloc_cpu.cpp:80] not enough memory")], ids=repr)
+def test_a_full_memory_is_one_line(kvshot, monkeypatch, error):
+    def ask_for_too_much(*args, **how):
+        if error is not None:
+            raise error
+        torch.empty(10**15)
+
+    monkeypatch.setattr(synthesize, "synthesize_corpus", ask_for_too_much)
+    code, _, errors = kvshot("synthesize", "out", "--target", "smoke")
+    assert code == 2 and len(errors) == 1 and "memory is full: end what else uses it" in errors[0]
+
+
+def test_another_error_of_torch_is_no_full_memory(kvshot, monkeypatch):
+    monkeypatch.setattr(synthesize, "synthesize_corpus", lambda *a, **k: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        kvshot("synthesize", "out", "--target", "smoke")
 
 
 def prompts_and_corpus(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -141,6 +143,16 @@ def test_a_product_is_its_linear_layers_side_by_side(dtype, tolerance, bias):
         for rows in (1, 33, 320):
             x = torch.randn(rows, 64, dtype=dtype)
             torch.testing.assert_close(product(x), torch.cat([a(x), b(x)], -1), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("absent", ["_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise"])
+def test_a_torch_without_the_private_operators_does_plain_products(absent, monkeypatch):
+    every = {"_is_mkldnn_bf16_supported": lambda: True, "_reorder_linear_weight": pytest.fail,
+             "_linear_pointwise": pytest.fail}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**{k: v for k, v in every.items() if k != absent}))
+    linear, x = torch.nn.Linear(8, 5, dtype=torch.bfloat16), torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(_Product(linear)(x), linear(x))
 
 
 def test_other_shapes_are_refused():

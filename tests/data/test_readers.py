@@ -86,6 +86,7 @@ def test_bad_records_are_named_and_refused_or_skipped(record, reason, tmp_path):
     with pytest.raises(KvshotError, match="b.jsonl line 3: ") as refused:
         read_conversations(path)
     assert reason in str(refused.value) and "\n" not in str(refused.value)
+    assert str(refused.value).endswith("(--on-bad skip, in Python on_bad='skip')")
     report = read_conversations(path, on_bad="skip")
     assert len(report.conversations) == 2
     assert [line for line, _ in report.bad] == [3] and reason in report.bad[0][1]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvshot.data import Conversation, split
+from kvshot.data.split import split_corpus
 from kvshot.errors import KvshotError
 
 RNG = np.random.default_rng(0)
@@ -74,3 +75,11 @@ def test_impossible_sizes(held_out):
 def test_nothing_left_to_train_on():
     with pytest.raises(KvshotError, match="every training conversation resembles"):
         split([DISTINCT[0]] * 5, held_out=1)
+
+
+def test_a_data_set_too_small_for_its_splits_names_the_option():
+    with pytest.raises(KvshotError, match=r"100 conversations are too few to hold out 75 and .* on 25: .*--held-out"):
+        split_corpus(DISTINCT, held_out=75, validation=25)
+    with pytest.raises(KvshotError, match="^40 conversations are too few"):
+        split_corpus(DISTINCT, held_out=30, validation=10, among=40)
+    assert len(split_corpus(DISTINCT, held_out=74, validation=25)[0]["train"]) == 1

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +104,35 @@ def test_synthesis_resumes_and_stops_at_whole_blocks(word_target, tmp_path):
     assert all(p.stat().st_mtime_ns == before[p.name][1] for p in parts[1:])
     with pytest.raises(KvshotError, match="another recipe"):
         synthesize(recipe(word_target, seed=2), folder, answer_tokens=10)
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[{", b"{}", b"[]\xff", b"[[1]]", b'[{"written": []}]', b'[{"written": [], "outcome": "stop"}]',
+    b'[{"written": [["w"]], "outcome": "stop"}]', b'[{"written": [[-1]], "outcome": "stop"}]',
+    b'[{"written": [[5]], "outcome": 3}]'])
+def test_a_damaged_part_is_named(word_target, tmp_path, monkeypatch, content):
+    monkeypatch.setattr("kvshot.data.synthesize.mp.get_context", lambda *a: pytest.fail("work"))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "part-00000.json").write_bytes(content)
+    with pytest.raises(KvshotError, match=r"part-00000.json is damaged \(.*\): delete it and run again") as caught:
+        synthesize_corpus(recipe(word_target), tmp_path, answer_tokens=150, held_out=3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_with_rows_of_no_prompt_is_damaged(tmp_path, tokenizer):
+    prompt = Conversation(id="p", messages=[Message(role="user", content="Hi")])
+    rows = [{"written": [[40], [41]], "outcome": "stop"}] * 2
+    (tmp_path / "part-00000.json").write_text(json.dumps(rows))
+    with pytest.raises(KvshotError, match=r"part-00000.json is damaged \(2 rows, not 1\): delete it"):
+        answer(recipe("smoke"), tmp_path, [prompt], tokenizer=tokenizer)
+
+
+def test_what_can_never_be_held_out_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvshot.data.synthesize.synthesize", lambda *a, **k: pytest.fail("work"))
+    for held_out, answer_tokens, most in ((300, 100, 108), (6000, 100_000_000, 7000)):
+        with pytest.raises(KvshotError, match=f"at most {most} conversations .*--held-out"):
+            synthesize_corpus(recipe("smoke"), tmp_path / "out", answer_tokens=answer_tokens, held_out=held_out)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -246,3 +280,27 @@ def test_default_workers_are_the_usable_cores(tokenizer, tmp_path, monkeypatch):
         with pytest.raises((KvshotError, FileNotFoundError)):  # nothing was written
             call()
     assert started == [7, 7]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the children of a process")
+def test_workers_end_with_a_parent_that_is_killed(word_target, tmp_path):
+    parent = subprocess.Popen([sys.executable, "-m", "kvshot", "data", "synthesize", str(tmp_path), "-t", word_target,
+                               "--answer-tokens", "100000000", "--workers", "1"], stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL)
+
+    def wait(until):
+        for _ in range(1200):
+            if until():
+                return
+            assert parent.poll() in (None, -signal.SIGKILL), "it ended by itself"
+            time.sleep(0.1)
+        raise AssertionError("waited two minutes in vain")
+
+    wait(lambda: any(tmp_path.glob("parts/part-*.json")))
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    alive = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert alive
+    parent.kill()
+    parent.wait()
+    wait(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and b"spawn_main" in Path(
+        f"/proc/{pid}/cmdline").read_bytes() for pid in alive))

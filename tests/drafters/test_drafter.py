@@ -97,6 +97,20 @@ def test_what_a_column_may_see_it_does_see(name):
         assert ((states - before).abs().amax((1, 2, 3)) > 1e-9).all()
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_loss_on_a_later_step_reaches_all_that_it_came_from(step):
+    """The state enters the next step with its gradient: autograd gives what finite differences give, for the state of
+    one later step alone, where without prefix attention nothing but the steps before carries what the target gave.
+    """
+    drafter = make_drafter(**POINTS["no prefix attention"])
+    ids, given = sequence(drafter, batch=1, length=5)
+
+    def state(hidden):
+        return list(unroll(drafter, ids, Given(hidden), torch.tensor([[1]]), step + 1))[step]
+
+    assert torch.autograd.gradcheck(state, given.hidden.requires_grad_())
+
+
 def test_without_prefix_attention_earlier_columns_do_not_matter():
     drafter = make_drafter(**POINTS["no prefix attention"])
     ids, given = sequence(drafter)
@@ -107,8 +121,9 @@ def test_without_prefix_attention_earlier_columns_do_not_matter():
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shift", [1000, 100_000])
 @pytest.mark.parametrize("name", [n for n, p in POINTS.items() if p.get("injection") != "linear"])
-def test_shifting_all_positions_changes_nothing(name, monkeypatch):
+def test_shifting_all_positions_changes_nothing(name, shift, monkeypatch):
     """RoPE is relative: with its own memory only, EAGLE's i+k and our i+1+k are the same drafter.
 
     The target's keys come rotated to their true positions, so they must move along. (A projection that mixes rotated
@@ -119,10 +134,10 @@ def test_shifting_all_positions_changes_nothing(name, monkeypatch):
     columns = torch.tensor([[2, 5], [0, 7]])
     before = torch.stack(list(unroll(drafter, ids, given, columns, K)))
     plain = drafter.rope
-    turned = plain(torch.full((2, ids.shape[1]), 1000))
+    turned = plain(torch.full((2, ids.shape[1]), shift))
     if drafter.config.kv_needed:
         given.keys = torch.stack([rotate(layer, turned) for layer in given.keys.unbind(1)], 1)
-    monkeypatch.setattr(drafter, "rope", lambda positions: plain(positions + 1000))
+    monkeypatch.setattr(drafter, "rope", lambda positions: plain(positions + shift))
     after = torch.stack(list(unroll(drafter, ids, given, columns, K)))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
 

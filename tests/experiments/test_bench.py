@@ -7,7 +7,10 @@ import pytest
 from kvshot.data import Conversation, Message
 from kvshot.data.corpus import Corpus
 from kvshot.drafters import new_drafter, save_drafter
-from kvshot.experiments import Bench, evaluate, experiment, profile
+from kvshot.errors import KvshotError
+from kvshot.experiments import Bench, evaluate, experiment, profile, recipe
+from kvshot.experiments.diagnosis import diagnose_checkpoint
+from kvshot.experiments.run import run
 
 
 def test_more_training_text_than_is_used_changes_no_setting(tmp_path):
@@ -31,6 +34,34 @@ def test_an_option_that_only_another_of_the_targets_templates_has_is_left_out(mo
     both = {"default": bench.target.tokenizer.chat_template, "tool_use": "{{ enable_thinking }}"}
     monkeypatch.setattr(bench.target.tokenizer, "chat_template", both)
     assert bench.template == {}
+
+
+def test_what_is_wrong_without_the_target_is_said_before_it_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvshot.experiments.bench.load_target", lambda *a, **k: pytest.fail("fetched the target"))
+    monkeypatch.setattr("kvshot.experiments.bench.Bench.store", lambda *a: pytest.fail("captured"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "record.json").write_text("")
+    good, bare = profile("smoke"), profile("smoke", data=tmp_path / "nowhere")
+
+    def trained(chosen, name, folder, **start):
+        run(Bench(chosen, experiments=[name], device="cpu", quiet=True), name, folder, recipe(chosen, name), **start)
+
+    for message, attempt in (
+            ("no data set in .*nowhere", lambda: trained(bare, "eagle3", tmp_path / "run")),
+            ("file is a file: name a folder", lambda: trained(good, "eagle3", tmp_path / "file")),
+            ("file is a file: name a folder", lambda: trained(good, "eagle3", tmp_path / "file" / "deeper" / "run")),
+            ("train eagle3 first", lambda: trained(good, "hybrid-checkpoint", tmp_path / "run")),
+            ("config.json is missing", lambda: trained(good, "hybrid-checkpoint", tmp_path / "run",
+                                                       start=tmp_path / "start" / "best")),
+            ("no drafter checkpoint", lambda: evaluate(Bench(good, device="cpu"), tmp_path / "nowhere")),
+            ("no drafter checkpoint", lambda: diagnose_checkpoint(tmp_path / "nowhere", good, device="cpu"))):
+        with pytest.raises(KvshotError, match=message):
+            attempt()
+    monkeypatch.setattr("kvshot.experiments.bench.target_of", lambda checkpoint: "smoke")
+    with pytest.raises(KvshotError, match="no data set in .*nowhere"):
+        evaluate(Bench(bare, device="cpu"), tmp_path / "start")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "start"]
 
 
 @pytest.mark.slow

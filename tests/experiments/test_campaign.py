@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvshot import comparisons
 from kvshot.errors import KvshotError
@@ -19,7 +20,9 @@ from kvshot.experiments import PROFILES, Bench, RunRecord, campaign, load_record
 from kvshot.experiments.campaign import missing, reproduce
 from kvshot.experiments.end_to_end import EndToEnd, mat_of, place
 from kvshot.experiments.record import published_path
+from kvshot.experiments.run import run
 from kvshot.targets import FeatureStore
+from kvshot.training.probes import load_probes
 from kvshot.training.trainer import Trainer
 
 
@@ -134,6 +137,35 @@ def test_what_was_measured_end_to_end_is_of_the_published_run(tmp_path, monkeypa
     assert (run / "best").is_dir() and not (run / "record.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_campaign_that_was_killed_amid_a_training_makes_the_same_record(tmp_path, monkeypatch):
+    """All of its processes at once, by a signal that none of them can answer, behind the first resume point."""
+    monkeypatch.setenv("KVSHOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
+    name, results, runs = "kv-only-3", tmp_path / "results", tmp_path / "runs"  # its steps leave time for the kill
+    bench = Bench(profile("smoke"), experiments=[name], device="cpu", quiet=True)
+    whole = run(bench, name, tmp_path / "whole", recipe(bench.profile, name))
+    command = [sys.executable, "-m", "kvshot", "reproduce", "--profile", "smoke", "--only", name, "--seeds", "1",
+               "--results", results, "--runs", runs, "--device", "cpu"]
+    began = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    folder = runs / "smoke" / f"{name}-seed0"
+    try:
+        assert _waited_for((folder / "last.pt").exists, 300, every=0.002)
+    finally:
+        os.killpg(began.pid, signal.SIGKILL)
+    assert began.wait(30) == -signal.SIGKILL and not (folder / "record.json").exists() and not results.exists()
+    assert torch.load(folder / "last.pt", weights_only=True)["progress"]["step"] == 20
+    assert reproduce("smoke", only=[name], seeds=1, results=results, runs=runs, options=("--device", "cpu")) == []
+    (record,) = load_records(results / "smoke")
+    assert [p.step for p in record.training.curve] == [20, 40] and record.training.curve == whole.training.curve
+    assert record.evaluation == whole.evaluation and record.training.tokens_seen == whole.training.tokens_seen
+    assert record.training.options == whole.training.options and record.data == whole.data
+    one, other = (load_probes(p / "probes.csv.xz") for p in (tmp_path / "whole", folder))
+    assert len(one) == 40 and one.equals(other)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("stage", ["capture", "train"])
 def test_a_campaign_that_is_told_to_end_takes_its_run_along(tmp_path, stage):
@@ -153,11 +185,11 @@ def test_a_campaign_that_is_told_to_end_takes_its_run_along(tmp_path, stage):
         began.kill()
 
 
-def _waited_for(asked, seconds: float = 60):
+def _waited_for(asked, seconds: float = 60, every: float = 0.05):
     """What `asked` says, once it is true."""
     until = time.monotonic() + seconds
     while not (said := asked()) and time.monotonic() < until:
-        time.sleep(0.05)
+        time.sleep(every)
     return said
 
 

@@ -219,6 +219,23 @@ def test_bad_data_and_full_disk(tmp_path, target, monkeypatch):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("where, value", [("final", torch.inf), ("hidden", torch.nan), ("values", -torch.inf),
+                                          ("keys", torch.nan)])
+def test_what_is_not_finite_is_not_captured(tmp_path, where, value):
+    """As when half precision overflows."""
+    target = load_target("smoke")
+    attention = target.decoder.layers[5].self_attn
+    broken = {"final": target.decoder.norm.weight, "hidden": target.decoder.layers[3].mlp.down_proj.weight,
+              "values": attention.v_proj.weight, "keys": attention.k_norm.weight}[where]
+    broken.data.view(-1)[0] = value
+    layers = dict(hidden_layers=(4,) * (where == "hidden"), kv_layers=(5,) * (where in ("keys", "values")))
+    with pytest.raises(KvshotError, match=rf"float32 gives inf or NaN \({where}\): use bfloat16 or float32"):
+        FeatureStore.build(tmp_path / "s", target, make_samples(), quiet=True, **layers)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with pytest.raises(KvshotError, match="inf or NaN"):
+        OnlineFeatures(target, make_samples(), **layers).rows([0, 2])
+
+
 def test_plan_covers_every_sequence_once_within_bounds():
     lengths = [5, 900, 3, 40, 40, 7, 1000]
     plan = store_module._plan(lengths, 100)

@@ -122,6 +122,32 @@ def test_a_resume_point_from_before_a_field_existed_is_continued(small, tmp_path
         trainer(small, tmp_path).run(quiet=True)
 
 
+def test_a_resume_point_that_is_none_is_refused_in_one_line(small, tmp_path):
+    trainer(small, tmp_path).run(until=4, quiet=True)
+    path = tmp_path / "last.pt"
+    whole, saved = path.read_bytes(), torch.load(path, weights_only=True)
+    others = [3, None, [1, 2], "text", {}, {"belongs": 3}, {**saved, "belongs": {"drafter": [1]}},
+              {**saved, "belongs": {**saved["belongs"], "drafter": {"depth": 0}}}, {**saved, "drafter": [1]},
+              {**saved, "optimizers": []}, {**saved, "optimizers": [{}]}, {**saved, "progress": 3},
+              {**saved, "progress": {**saved["progress"], "unknown": 1}}]
+    for other in others:
+        torch.save(other, path)
+        with pytest.raises(KvshotError, match=r"last.pt is damaged \(\w+\): delete it to train") as caught:
+            trainer(small, tmp_path).run(quiet=True)
+        assert "\n" not in str(caught.value), other
+    for damaged in (b"", b"no pickle", whole[:-100]):
+        path.write_bytes(damaged)
+        with pytest.raises(KvshotError, match="last.pt is damaged"):
+            trainer(small, tmp_path).run(quiet=True)
+
+
+def test_a_full_memory_is_no_damage(small, tmp_path, monkeypatch):
+    trainer(small, tmp_path).run(until=4, quiet=True)
+    monkeypatch.setattr(torch, "load", lambda *a, **k: torch.empty(10**15))
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        trainer(small, tmp_path).run(quiet=True)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_nothing(small, tmp_path):
     run = trainer(small, tmp_path)
     run.drafter.fc.weight.data[0, 0] = torch.nan
@@ -161,6 +187,18 @@ def test_the_kv_gradient_is_scaled_and_nothing_else(small):
     for name, plain in found[0].items():
         factor = 50 if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
         torch.testing.assert_close(found[1][name], plain * factor)
+
+
+def test_a_layer_that_was_not_captured_is_missed_not_replaced(small):
+    """The store has hidden layers 2, 3, 4 and no keys."""
+    for change, message in (({"hidden_layers": (1, 3, 5)}, r"lack hidden layers \[1, 5\]: capture them first"),
+                            ({"memory": "target", "kv_layers": (3, 5), "injection": "concat"},
+                             r"lack kv layers \[3, 5\]: capture them first")):
+        with pytest.raises(KvshotError, match=message):
+            load_batch(small.store, [0], small.config.model_copy(update=change))
+    fewer = load_batch(small.store, [0], small.config.model_copy(update={"hidden_layers": (4, 2)}))
+    length = small.store.lengths[0]
+    assert torch.equal(fewer.given.hidden[0, :, :length], small.store[0]["hidden"][[2, 0]])
 
 
 def test_a_batch_is_padded_a_little_beyond_its_longest_sequence(small):
