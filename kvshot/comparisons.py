@@ -230,15 +230,40 @@ def curves(found: Rows) -> dict[str, list]:
 
 
 def rising_table(found: Rows) -> pd.DataFrame:
-    """How much validation MAT the last quarter of training added, a row a drafter: is it trained enough?"""
+    """How much validation MAT the last stretch of training added, a row a drafter: is it trained enough?"""
+    lines = {}
+    for name, (before, end) in _last_stretch(found).items():
+        lines[label(name)] = [f"{end.tokens / 1e6:.1f} M", f"{before.mat:.3f}", f"{end.mat:.3f}",
+                              f"{end.mat - before.mat:+.3f}", f"{1 - before.tokens / end.tokens:.0%}"]
+    columns = ["tokens seen", "MAT at the check before", "MAT at the end", "added", "by this part of the tokens"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="row")
+
+
+def rising_note(found: Rows) -> str:
+    """A sentence about the last stretch of training: how many rows still rose, and by how much."""
+    added = {name: end.mat - before.mat for name, (before, end) in _last_stretch(found).items()}
+    low, high = min(added, key=added.get), max(added, key=added.get)
+    note = (f"{sum(a > 0 for a in added.values())} of {len(added)} rows still rose: by {added[low]:+.3f} "
+            f"({label(low)}) to {added[high]:+.3f} ({label(high)}).")
+    return textwrap.fill(note, 75)
+
+
+def _last_stretch(found: Rows) -> dict[str, tuple]:
+    """The last two checks of every row, of seed 0 (or the lowest there is); one check is its own predecessor."""
+    every = {name: records[0].training.curve for name, records in found.items()}
+    return {name: (curve[-2:][0], curve[-1]) for name, curve in every.items()}
+
+
+def overtakes(found: Rows, alpha: Sequence[float], *, domain: str = "held_out") -> pd.DataFrame:
+    """Of every row: from which step on it stays ahead of a given curve, and its difference at the last step."""
     lines = {}
     for name, records in found.items():
-        curve = records[0].training.curve
-        before = [p for p in curve if p.step <= 0.75 * curve[-1].step] or curve[:1]
-        lines[label(name)] = [f"{curve[-1].tokens / 1e6:.1f} M", f"{before[-1].mat:.3f}", f"{curve[-1].mat:.3f}",
-                              f"{curve[-1].mat - before[-1].mat:+.3f}"]
-    columns = ["tokens seen", "MAT after 3/4 of them", "MAT at the end", "added"]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="row")
+        gaps = np.subtract(pooled(records, domain=domain).alpha, alpha)
+        behind = np.flatnonzero(gaps <= 0)
+        since = behind[-1] + 1 if len(behind) else 0
+        lines[label(name)] = [f"{since}" if since < len(gaps) else "-", f"{gaps[-1]:+.3f}"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=["ahead from step", "difference at the last step"]
+                                  ).rename_axis(columns="row")
 
 
 def seeds_table(records: Sequence[RunRecord], *, domain: str = "held_out") -> pd.DataFrame:

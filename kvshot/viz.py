@@ -226,11 +226,13 @@ def decode_table(reports: Mapping[str, Sequence[DecodeReport]], positions: int =
 
 
 def recipe_table(path: str | Path) -> pd.DataFrame:
-    """What `benchmarks/recipe.py` measured, one row a short run."""
+    """What `benchmarks/recipe.py` measured, one row a short run; its speed where it was kept."""
     rows = _benchmark_rows(path, "name", "tokens", "mat", "loss")
-    cells = [[f"{r['tokens'] / 1e6:.2f} M", f"{r['loss']:.2f}", f"{r['mat']:.3f}"] for r in rows]
-    return pd.DataFrame(cells, [r["name"] for r in rows], ["tokens seen", "loss", "validation MAT"]).rename_axis(
-        columns="start, optimizer, learning rate")
+    cells = {"tokens seen": [f"{r['tokens'] / 1e6:.2f} M" for r in rows], "loss": [f"{r['loss']:.2f}" for r in rows],
+             "validation MAT": [f"{r['mat']:.3f}" for r in rows]}
+    if all("tokens_per_second" in r for r in rows):
+        cells["tokens/s"] = [f"{r['tokens_per_second']:,.0f}" for r in rows]
+    return pd.DataFrame(cells, [r["name"] for r in rows]).rename_axis(columns="choice")
 
 
 def _benchmark_rows(path: str | Path, *wanted: str) -> list[dict]:

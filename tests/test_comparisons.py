@@ -43,7 +43,15 @@ def test_rows_and_tables(results):
     assert comparisons.alpha_table(rows).loc["EAGLE-3, 1 layer"].tolist() == [
         f"{a:.3f}" for a in pooled(rows["eagle3"]).alpha]
     rising = comparisons.rising_table(rows)
-    assert rising.loc["EAGLE-3, 1 layer", "added"] == "+0.400"
+    assert rising.loc["EAGLE-3, 1 layer"].tolist() == ["0.0 M", "1.600", "2.000", "+0.400", "40%"]
+    rows["kv-only-1"][0].training.curve = rows["kv-only-1"][0].training.curve[:1]  # one check: nothing to compare with
+    assert comparisons.rising_note(rows).split("\n") == [
+        "2 of 3 rows still rose: by +0.000 (KV-only, 1 layer) to +0.400 (EAGLE-3, 1", "layer)."]
+    alpha = pooled(rows["eagle3"]).alpha
+    passed = comparisons.overtakes(rows, [0.9, 0.9, *(a - 0.01 for a in alpha[2:-1]), 0.3])
+    assert passed.loc["EAGLE-3, 1 layer"].tolist() == ["2", f"{alpha[-1] - 0.3:+.3f}"]
+    never = comparisons.overtakes(rows, [0.9] * len(alpha))["ahead from step"]
+    assert never.tolist() == ["-"] * 3
     assert list(comparisons.seeds_table([r for rs in rows.values() for r in rs]).index) == [
         "EAGLE-3, 1 layer", "KV-only, 2 layers"]
     with pytest.raises(KvshotError, match="kvshot reproduce"):
@@ -79,9 +87,9 @@ def test_depth_and_forest(results):
     findings = scorecard(results, "smoke", ["prediction 2", "prediction 3"])
     (axes,) = comparisons.forest(findings).axes
     measured = [f for f in findings if f.measured is not None]
-    assert len(axes.get_yticklabels()) == len(measured) == 3
+    assert len(axes.get_yticklabels()) == len(measured) == 5
     table = comparisons.scorecard_table(findings)
-    assert (table["answer"] == "not run yet").sum() == len(findings) - 3
+    assert (table["answer"] == "not run yet").sum() == len(findings) - 5
 
 
 def test_end_to_end_tables(tmp_path):

@@ -135,6 +135,8 @@ def test_the_table_of_recipes(tmp_path):
     row = {"name": "a, b", "tokens": 410_000, "mat": 1.3849, "loss": 24.848, "lr": 1e-3}
     (tmp_path / "x.json").write_text(json.dumps({"rows": [row]}))
     assert recipe_table(tmp_path / "x.json").loc["a, b"].tolist() == ["0.41 M", "24.85", "1.385"]
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [row | {"tokens_per_second": 1944.4}]}))
+    assert recipe_table(tmp_path / "x.json").loc["a, b", "tokens/s"] == "1,944"
     (tmp_path / "x.json").write_text(json.dumps({"rows": [{"name": "a"}]}))
     with pytest.raises(KvshotError, match="no benchmark result"):
         recipe_table(tmp_path / "x.json")

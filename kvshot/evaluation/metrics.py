@@ -120,7 +120,8 @@ class StepwiseSummary(_Frozen):
     """One drafter on one held-out set.
 
     mat: 1 + sum_k prod_{j<=k} alpha_j with marginal alphas, as the paper. mat_joint: 1 + sum_k joint alpha_k,
-    what a greedy chain of K drafts would yield per verify call on this text. Both count the bonus token.
+    what a greedy chain of K drafts would yield per verify call on text that the target writes greedily (on other text
+    the true token is fed after a right step even where the two differ). Both count the bonus token.
     retention: alpha_{K-1} / alpha_0, marginal.
     """
 

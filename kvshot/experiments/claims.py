@@ -55,6 +55,11 @@ class Finding:
             return "not run yet"
         return self.answer if self.claim.whose == "paper" else _OWN[self.answer]
 
+    @property
+    def by(self) -> str:
+        """The difference with its interval, in words."""
+        return self.said if self.measured is None else f"{self.measured.difference:+.3f}"
+
 
 _OWN: dict[Answer, str] = {"supported": "yes", "not reproduced here": "no",
                            "undecided at this scale": "undecided at this scale"}
@@ -78,10 +83,17 @@ def _claims() -> list[Claim]:
     first, last = "alpha_marginal_0", "alpha_marginal_6"
     out = [Claim(one, f"{d} draft layer{'s' * (d > 1)} on keys and values keep more of α0 than EAGLE-3",
                  f"kv-only-{d}", "eagle3", "retention", "ours" if d == 1 else "paper") for d in (1, 2, 3, 4)]
-    out += [Claim(one, f"{d} draft layers on keys and values are ahead of EAGLE-3 at the last step",
-                  f"kv-only-{d}", "eagle3", last, "ours" if d == 2 else "paper") for d in (2, 3, 4)]
-    out += [Claim(one, "from the target's own blocks: the same at the last step", "kv-only-4-blocks", "eagle3", last,
-                  "ours"),
+    # "visible at k >= 3", says the prediction; in the paper's numbers so it is for three layers and four
+    out += [Claim(one, f"{d} draft layer{'s are' if d > 1 else ' is'} ahead of EAGLE-3 at {at}", f"kv-only-{d}",
+                  "eagle3", statistic, "ours" if d < 3 else "paper")
+            for statistic, at in (("alpha_marginal_3", "step 3"), (last, "the last step")) for d in (1, 2, 3, 4)]
+    out += [Claim(one, f"from the target's own blocks: the same at the last step, {against}", "kv-only-4-blocks",
+                  row, last, "ours") for row, against in (
+                      ("eagle3", "against EAGLE-3"), ("eagle3-block", "against EAGLE-3 with such a start"))]
+    out += [Claim(one, "trained twice as long, 2 draft layers keep more of α0 than EAGLE-3 trained as long",
+                  "kv-only-2-continued", "eagle3-continued", "retention", "ours"),
+            Claim(one, "trained twice as long, they are ahead at the last step, too", "kv-only-2-continued",
+                  "eagle3-continued", last, "ours"),
             Claim(one, "a drafter without target information keeps more of α0 than EAGLE-3", "no-target-info",
                   "eagle3", "retention")]
     out += [Claim(two, f"draft layer {d} adds to MAT", f"kv-only-{d}", f"kv-only-{d - 1}", "mat") for d in (2, 3, 4)]
@@ -97,30 +109,40 @@ def _claims() -> list[Claim]:
                   "ours")]
     out += [Claim(three, f"EAGLE-3 is ahead of {d} draft layer{'s' * (d > 1)} on keys and values at the first step",
                   "eagle3", f"kv-only-{d}", first) for d in (1, 2, 3, 4)]
-    out += [Claim(three, "EAGLE-3 is ahead of layers that start as the target's blocks", "eagle3", "kv-only-4-blocks",
-                  first, "ours")]
+    out += [Claim(three, f"it is ahead of {d} layer{'s' * (d > 1)} at step 1", "eagle3", f"kv-only-{d}",
+                  "alpha_marginal_1") for d in (1, 2)]
+    out += [Claim(three, "trained twice as long, EAGLE-3 is ahead of 2 layers trained as long at the first step",
+                  "eagle3-continued", "kv-only-2-continued", first, "ours")]
+    out += [Claim(three, f"{who} is ahead of layers that start as the target's blocks at the first step", row,
+                  "kv-only-4-blocks", first, "ours") for row, who in (
+                      ("eagle3", "EAGLE-3"), ("eagle3-block", "EAGLE-3 with such a start"))]
     out += [Claim("hybrid", text, a, b, s, whose) for text, a, b, s, whose in (
-        ("the hybrid from EAGLE-3's checkpoint is ahead of EAGLE-3", "hybrid-checkpoint", "eagle3", "mat", "paper"),
+        ("the hybrid from EAGLE-3's checkpoint, so trained twice as long, is ahead of EAGLE-3", "hybrid-checkpoint",
+         "eagle3", "mat", "paper"),
         ("it is ahead of EAGLE-3 trained as long", "hybrid-checkpoint", "eagle3-continued", "mat", "ours"),
         ("it is ahead of EAGLE-3 trained as long at the last step", "hybrid-checkpoint", "eagle3-continued", last,
          "ours"),
         ("training on helps EAGLE-3 by itself", "eagle3-continued", "eagle3", "mat", "ours"),
         ("the hybrid from a random start is ahead of EAGLE-3", "hybrid-random", "eagle3", "mat", "paper"),
-        ("the checkpoint helps the hybrid", "hybrid-checkpoint", "hybrid-random", "mat", "paper"),
+        ("the checkpoint, and the training in it, helps the hybrid", "hybrid-checkpoint", "hybrid-random", "mat",
+         "paper"),
         ("EAGLE-3 is ahead of cross-attention alone", "eagle3", "cross-only-random", "mat", "paper"),
         ("at the last step, too", "eagle3", "cross-only-random", last, "paper"),
-        ("the gate helps: hybrid ahead of cross-attention alone, both from the checkpoint", "hybrid-checkpoint",
-         "cross-only-checkpoint", "mat", "paper"))]
-    out += [Claim("ablations", text, a, b, "mat", "ours" if a == "qk-norm" else "paper") for text, a, b in (
-        ("target information is what counts", "linear-projection", "no-target-info"),
+        ("EAGLE-3's own attention beside it helps: hybrid ahead of cross-attention alone, both from the checkpoint",
+         "hybrid-checkpoint", "cross-only-checkpoint", "mat", "paper"))]
+    # what the paper calls "offline" is milder than ours, and of x50 and QK-norm it says that they hardly matter
+    ours = ("qk-norm", "offline-ttt-gradient-50")
+    out += [Claim("ablations", text, a, b, "mat", "ours" if a in ours or b == "offline-ttt" else "paper")
+            for text, a, b in (
+        ("target information adds to MAT", "linear-projection", "no-target-info"),
         ("a projection beats additional heads", "linear-projection", "head-concat"),
         ("undoing RoPE before the projection helps", "kv-only-1", "linear-projection"),
         ("four target layers beat three", "kv-layers-4", "kv-only-2"),
-        ("an MLP does not beat the projection", "kv-only-2", "mlp-projector"),
-        ("nor an MLP behind a LayerNorm", "kv-only-2", "mlp-projector-norm"),
+        ("one matrix beats an MLP as the projection", "kv-only-2", "mlp-projector"),
+        ("it beats an MLP behind a LayerNorm", "kv-only-2", "mlp-projector-norm"),
         ("keys and values beat a projection of hidden states", "kv-only-2", "hidden-to-kv"),
         ("norms on queries and keys change MAT for the better", "qk-norm", "kv-only-2"),
-        ("online TTT beats offline", "kv-only-2", "offline-ttt"),
+        ("training from its own states beats training from the target's only", "kv-only-2", "offline-ttt"),
         ("50 times the gradient for W_K and W_V helps offline", "offline-ttt-gradient-50", "offline-ttt"))]
     out += [Claim("controls", "EAGLE-3's attention to earlier states is worth something", "eagle3",
                   "no-prefix-attention", "mat", "ours"),
@@ -135,11 +157,11 @@ CLAIMS: tuple[Claim, ...] = tuple(_claims())
 
 
 def judge(claim: Claim, campaign: Campaign, *, domain: str = "held_out") -> Finding:
-    """One claim beside the records of a campaign; without an answer while a row has no record.
+    """One claim beside the records of a campaign; without an answer while a row has none on this domain.
 
     Raises KvshotError when the two rows are not of one campaign.
     """
-    a, b = (campaign.get(name, ()) for name in (claim.a, claim.b))
+    a, b = ([r for r in campaign.get(name, ()) if domain in r.evaluation] for name in (claim.a, claim.b))
     seeds = {r.training.seed for r in a} & {r.training.seed for r in b}
     if not seeds:
         return Finding(claim, None, 0, None)
@@ -157,6 +179,13 @@ def scorecard(results: str | os.PathLike, profile: str, parts: Sequence[Part] = 
         raise KvshotError(f"no claims about {unknown[0]!r}: choose {', '.join(sorted(known))}")
     campaign = campaign_of(Path(results) / profile)
     return [judge(c, campaign, domain=domain) for c in CLAIMS if not parts or c.part in parts]
+
+
+def span(findings: Sequence[Finding], digits: int = 3) -> str:
+    """The smallest and the largest difference of those that were measured, in words."""
+    values = sorted(f.measured.difference.value for f in findings if f.measured is not None)
+    ends = [f"{v:+.{digits}f}" for v in (values[:1] + values[-1:])] or ["not run yet"]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def overall(findings: Sequence[Finding], rule: Literal["all", "any"] = "all") -> str:

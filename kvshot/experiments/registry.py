@@ -105,11 +105,8 @@ def _rows() -> list[Experiment]:
                    ("table3", "table5"), _with_states("target")),
         Experiment("cross-only-checkpoint", "the same from EAGLE-3's checkpoint", ("table3", "table5"),
                    _with_states("target"), start="eagle3"),
-        # its own output takes the state's place, so it is normed as the target's last state is, and read by its head
-        Experiment("mtp", "the last hidden state and the target's head, trained on the first step only, applied "
-                   "recursively", ("fig1b",),
-                   lambda target: {"hidden_layers": (target.n_layers,), "norm_before_residual": True},
-                   train={"n_steps": 1, "init": "target"}),
+        Experiment("mtp", "the last hidden state, trained on the first step only, applied recursively", ("fig1b",),
+                   lambda target: {"hidden_layers": (target.n_layers,)}, train={"n_steps": 1}),
         Experiment("kv-layers-4", kv2 + "4 target layers", ("table6",), _kv(4, depth=2), "kv"),
         Experiment("mlp-projector", kv2 + "an MLP for the projection", ("table6",), _kv(injection="mlp", depth=2),
                    "kv"),

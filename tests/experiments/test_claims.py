@@ -8,7 +8,7 @@ from kvshot import comparisons
 from kvshot.errors import KvshotError
 from kvshot.experiments import EXPERIMENTS
 from kvshot.experiments.campaign import campaign_of
-from kvshot.experiments.claims import CLAIMS, Claim, Finding, judge, overall, scorecard
+from kvshot.experiments.claims import CLAIMS, Claim, Finding, judge, overall, scorecard, span
 from kvshot.paper import TABLE5, TABLE6
 
 from .test_compare import record
@@ -68,6 +68,10 @@ def test_an_answer_needs_both_rows(tmp_path):
             record(name, rate, seed).save(folder / f"{name}-seed{seed}.json")
     finding = judge(claim, campaign_of(folder))
     assert finding.answer == "supported" and finding.seeds == 1 and finding.measured.difference.low > 0
+    assert finding.by == f"{finding.measured.difference:+.3f}" and finding.by.startswith("+0.")
+    other = judge(claim, campaign_of(folder), domain="human_eval")  # a profile without such text has no answer on it
+    assert other.answer is None and other.by == other.said == "not run yet"
+    assert span([other]) == "not run yet" and span([finding, other]) == finding.by.partition(" ")[0]
     findings = scorecard(tmp_path, "smoke", ["prediction 2"])
     table = comparisons.scorecard_table(findings)
     assert len(table) == len(findings) and (table["answer"] == "not run yet").sum() == len(findings) - 1

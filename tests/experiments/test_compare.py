@@ -19,15 +19,16 @@ from kvshot.experiments.record import (
 )
 
 
-def hits(rate: float, seed: int) -> StepwiseHits:
-    """600 columns of 30 conversations, right with one probability at each of three steps."""
-    shape = (600, 3)
+def hits(rate: float, seed: int, n_steps: int = 3) -> StepwiseHits:
+    """600 columns of 30 conversations, right with one probability at each step."""
+    shape = (600, n_steps)
     right = np.random.default_rng(7).random(shape) + 0.02 * np.random.default_rng(seed).standard_normal(shape) < rate
     return StepwiseHits(right, np.ones(shape, bool), np.repeat(np.arange(30), 20), np.zeros(shape, bool))
 
 
-def record(name: str, rate: float, seed: int = 0, *, steps: int = 10, data: str = "a", counts=True) -> RunRecord:
-    h = hits(rate, seed)
+def record(name: str, rate: float, seed: int = 0, *, steps: int = 10, data: str = "a", counts=True, n_steps: int = 3
+           ) -> RunRecord:
+    h = hits(rate, seed, n_steps)
     return RunRecord(
         experiment=name, profile="smoke", drafter={}, target=TargetInfo(name="t", weights_sha256="0" * 64),
         data=DataInfo(name="d", sha256=data * 64, n_train_conversations=1, n_train_tokens=1, n_held_out_conversations=1,
