@@ -315,7 +315,7 @@ def synthesize_corpus(recipe: Recipe, out: str | os.PathLike, *, answer_tokens: 
     come from the first HELD_OUT_AMONG, so that a longer synthesis only adds training conversations at the end.
     Near-duplicates of either are removed from training. A finished data set of the same recipe is continued, or
     returned with an empty report when it holds as much; its other splits stay. Raises KvshotError when OUT holds
-    another data set.
+    another data set, and for a held_out that there can never be enough conversations for.
     """
     out, validation = Path(out), max(1, held_out // 3)
     most = min(HELD_OUT_AMONG, answer_tokens + recipe.block_rows)  # if every answer were one token long
