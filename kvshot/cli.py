@@ -334,16 +334,13 @@ def show_record(record) -> None:
 
 def _show_domain(name: str, domain) -> None:
     """Alphas as a table, each with its interval or the columns behind it; MAT and retention below."""
-    from kvshot.evaluation.metrics import Estimate
-
     table = Table(title=f"{name}: {domain.drafter.n_conversations} conversations, {domain.drafter.n_columns} columns")
     for n, column in enumerate(("", "marginal [95 %]", "joint, of columns", "conditional, of")):
         table.add_column(column, justify="right" if n else "left", no_wrap=True)
     rows = {"drafter": domain.drafter} | ({"n-gram": domain.ngram} if domain.ngram else {})
     for label, summary in rows.items():
         for s in summary.steps:
-            alpha = Estimate(**{field: getattr(s.alpha_marginal, field) for field in Estimate.model_fields})
-            table.add_row(f"{label} α{s.step}", f"{alpha:.3f}", *(
+            table.add_row(f"{label} α{s.step}", f"{s.alpha_marginal:.3f}", *(
                 f"{r.value:.3f} of {r.denominator}" if r.denominator else "undefined"
                 for r in (s.alpha_joint, s.alpha_conditional)))
         table.add_section()

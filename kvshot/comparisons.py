@@ -233,8 +233,8 @@ def rising_table(found: Rows) -> pd.DataFrame:
     """How much validation MAT the last stretch of training added, a row a drafter: is it trained enough?"""
     lines = {}
     for name, (before, end) in _last_stretch(found).items():
-        lines[label(name)] = [f"{end.tokens / 1e6:.1f} M", f"{before.mat:.3f}", f"{end.mat:.3f}",
-                              f"{end.mat - before.mat:+.3f}", f"{1 - before.tokens / end.tokens:.0%}"]
+        lines[name] = [f"{end.tokens / 1e6:.1f} M", f"{before.mat:.3f}", f"{end.mat:.3f}",
+                       f"{end.mat - before.mat:+.3f}", f"{1 - before.tokens / end.tokens:.0%}"]
     columns = ["tokens seen", "MAT at the check before", "MAT at the end", "added", "by this part of the tokens"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis(columns="row")
 
@@ -244,14 +244,13 @@ def rising_note(found: Rows) -> str:
     added = {name: end.mat - before.mat for name, (before, end) in _last_stretch(found).items()}
     low, high = min(added, key=added.get), max(added, key=added.get)
     note = (f"{sum(a > 0 for a in added.values())} of {len(added)} rows still rose: by {added[low]:+.3f} "
-            f"({label(low)}) to {added[high]:+.3f} ({label(high)}).")
+            f"({low}) to {added[high]:+.3f} ({high}).")
     return textwrap.fill(note, 75)
 
 
 def _last_stretch(found: Rows) -> dict[str, tuple]:
-    """The last two checks of every row, of seed 0 (or the lowest there is); one check is its own predecessor."""
-    every = {name: records[0].training.curve for name, records in found.items()}
-    return {name: (curve[-2:][0], curve[-1]) for name, curve in every.items()}
+    """The last two checks of each of `curves`; one check is its own predecessor."""
+    return {name: (curve[-2:][0], curve[-1]) for name, curve in curves(found).items()}
 
 
 def overtakes(found: Rows, alpha: Sequence[float], *, domain: str = "held_out") -> pd.DataFrame:

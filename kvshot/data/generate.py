@@ -110,7 +110,7 @@ class _Layers:
                               f"{type(model).__name__}: let a server such as vLLM write the answers as messages "
                               "JSONL, and make a data set of them with `kvshot data split`")
         base = model.model
-        self.base, self.dtype = base, model.lm_head.weight.dtype
+        self.base = base
         self.n_heads, self.n_kv = cfg.num_attention_heads, cfg.num_key_value_heads
         self.layers = [(layer, layer.self_attn, layer.mlp) for layer in base.layers]
         self.head_dim = self.layers[0][1].head_dim
@@ -195,7 +195,7 @@ class BlockGenerator:
         self.w = _Layers(model)
         self.capacity, self.block_rows, self.max_rows, self.seed = capacity, block_rows, max_rows, seed
         self.prefix = list(prefix)
-        self.dtype = self.w.dtype
+        self.dtype = model.lm_head.weight.dtype
         shape = (len(self.w.layers), 2, self.w.n_kv, 0, self.w.head_dim)
         first = _Block(-1, [], [0], torch.zeros(shape, dtype=self.dtype), self.w.n_kv, 0, torch.Generator())
         with torch.inference_mode():

@@ -67,7 +67,16 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Rate(_Frozen):
+class _WithInterval(_Frozen):
+    """Prints as "1.234 [1.200, 1.268]" under a format such as ".3f"."""
+
+    def __format__(self, spec: str) -> str:
+        if self.value is None:
+            return "undefined"
+        return f"{self.value:{spec}}" + (f" [{self.low:{spec}}, {self.high:{spec}}]" if self.low is not None else "")
+
+
+class Rate(_WithInterval):
     """A share with the counts behind it and its 95 % bootstrap interval.
 
     The interval is None with fewer than two conversations (nothing to resample) or for an undefined rate.
@@ -90,20 +99,12 @@ class Rate(_Frozen):
         return self.numerator / self.denominator if self.denominator else None
 
 
-class Estimate(_Frozen):
-    """A number computed from several rates, with its 95 % bootstrap interval; None as in `Rate`.
-
-    Prints as "1.234 [1.200, 1.268]" under a format such as ".3f".
-    """
+class Estimate(_WithInterval):
+    """A number computed from several rates, with its 95 % bootstrap interval; None as in `Rate`."""
 
     value: float | None
     low: float | None
     high: float | None
-
-    def __format__(self, spec: str) -> str:
-        if self.value is None:
-            return "undefined"
-        return f"{self.value:{spec}}" + (f" [{self.low:{spec}}, {self.high:{spec}}]" if self.low is not None else "")
 
 
 class StepSummary(_Frozen):
