@@ -31,6 +31,7 @@ _OURS = {
     "eagle3-continued": "EAGLE-3, continued", "eagle3-block": "EAGLE-3, target's last block",
     "kv-only-2-blocks": "KV-only, 2 target blocks", "kv-only-4-blocks": "KV-only, 4 target blocks",
     "kv-only-2-continued": "KV-only, 2 layers, continued", "kv-only-2-outer": "KV-only, 2 outer blocks, random",
+    "kv-only-4-outer": "KV-only, 4 outer blocks, random",
     "no-prefix-attention": "EAGLE-3, no prefix attention", "mtp": "MTP-style",
 }
 

@@ -100,10 +100,11 @@ def _claims() -> list[Claim]:
     out += [Claim(two, "draft layers 3 and 4 together add to MAT", "kv-only-4", "kv-only-2", "mat")]
     out += [Claim(two, f"{d} layers that start as the target's blocks beat {d} that start at random",
                   f"kv-only-{d}-blocks", f"kv-only-{d}", "mat", "ours") for d in (2, 4)]
-    out += [Claim(two, "the start alone: 2 target blocks beat the same drafter from a random start",
-                  "kv-only-2-blocks", "kv-only-2-outer", "mat", "ours"),
-            Claim(two, "what is read: three middle layers beat the first and the last block, 2 random layers each",
-                  "kv-only-2", "kv-only-2-outer", "mat", "ours")]
+    out += [c for d, which in ((2, "first and the last block"), (4, "first two and the last two blocks")) for c in (
+        Claim(two, f"the start alone: {d} target blocks beat the same drafter from a random start",
+              f"kv-only-{d}-blocks", f"kv-only-{d}-outer", "mat", "ours"),
+        Claim(two, f"what is read: three middle layers beat the {which}, {d} random layers each",
+              f"kv-only-{d}", f"kv-only-{d}-outer", "mat", "ours"))]
     out += [Claim(two, "four such layers beat two", "kv-only-4-blocks", "kv-only-2-blocks", "mat", "ours"),
             Claim(two, "EAGLE-3 gains from a start at the target's last block, too", "eagle3-block", "eagle3", "mat",
                   "ours")]

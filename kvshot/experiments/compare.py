@@ -13,7 +13,6 @@ from scipy import stats
 from kvshot.analysis.verdict import Answer, Verdict, positive
 from kvshot.errors import KvshotError
 from kvshot.evaluation.metrics import Estimate, PairedDifference, StepwiseSummary, paired_difference, pool, statistic_of
-from kvshot.experiments.profiles import PROFILES
 from kvshot.experiments.record import RunRecord
 from kvshot.experiments.registry import EXPERIMENTS
 
@@ -117,14 +116,12 @@ def combine(answers: Sequence[Answer], rule: Literal["all", "any"] = "all") -> A
 
 
 def _recipe_differences(x: RunRecord, y: RunRecord) -> list[str]:
-    """What of the training differs, but for what the experiments or their families say should."""
+    """What of the training differs, but for what the experiments say should."""
     a, b = x.training.options, y.training.options
     meant = {"seed", "best_step", "validation_conversations", "eval_every"}
     for r in (x, y):
         if r.experiment in EXPERIMENTS:
             meant |= {*EXPERIMENTS[r.experiment].train}
-        if r.profile in PROFILES:
-            meant |= {key for family in PROFILES[r.profile].families.values() for key in family}
     return sorted(key for key in {*a, *b} - meant if a.get(key) != b.get(key))
 
 

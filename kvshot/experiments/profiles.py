@@ -24,8 +24,8 @@ class Profile(BaseModel):
     features are captured. max_length: longest sequence in tokens. train_conversations: the first so many of the
     training split (None: all). template: options of the chat template, for training and decoding alike; one that a
     target's template does not have is left out. online: run the target when its features are needed instead of storing
-    them. families: what of the recipe differs for a family of drafters (see `Experiment`). replay_prompts: of every
-    held-out domain, for what is measured end to end on greedy text of `replay_tokens` tokens.
+    them. replay_prompts: of every held-out domain, for what is measured end to end on greedy text of `replay_tokens`
+    tokens.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,7 +40,6 @@ class Profile(BaseModel):
     template: dict[str, JsonValue] = {}
     online: bool = False
     train: TrainConfig
-    families: dict[str, dict[str, JsonValue]] = {}
     replay_prompts: int = Field(50, ge=2)
     replay_tokens: int = Field(128, ge=2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvshot.drafters.config import DrafterConfig
 from kvshot.errors import KvshotError
@@ -20,15 +19,13 @@ class Experiment:
     about: what it tests. tables: where it stands ("table1" .. "table6", "fig1b", "beyond"); what
     stands in "table4" is measured end to end, too. choices(target): what of
     `DrafterConfig` differs from the defaults. train: what of the profile's recipe differs. start: the experiment whose
-    checkpoint it starts from, of the same seed. family: whose learning rate and start it gets. decisive: it decides a
-    claim, and is run with several seeds.
+    checkpoint it starts from, of the same seed. decisive: it decides a claim, and is run with several seeds.
     """
 
     name: str
     about: str
     tables: tuple[str, ...]
     choices: Callable[[Target], Choices]
-    family: Literal["hidden", "kv"] = "hidden"
     train: Mapping[str, object] = field(default_factory=dict)
     start: str | None = None
     decisive: bool = False
@@ -70,13 +67,13 @@ def _rows() -> list[Experiment]:
                    "table2"),
                    _states, decisive=True),
         Experiment("kv-only-2", "keys and values reused, 2 draft layers", ("table2", "table4", "table5", "table6"),
-                   _kv(depth=2), "kv", decisive=True),
-        Experiment("kv-only-1", "keys and values reused, 1 draft layer", ("table1", "table2", "table5"), _kv(), "kv",
+                   _kv(depth=2), decisive=True),
+        Experiment("kv-only-1", "keys and values reused, 1 draft layer", ("table1", "table2", "table5"), _kv(),
                    decisive=True),
-        Experiment("kv-only-4", "keys and values reused, 4 draft layers", ("table2", "table5"), _kv(depth=4), "kv",
+        Experiment("kv-only-4", "keys and values reused, 4 draft layers", ("table2", "table5"), _kv(depth=4),
                    decisive=True),
         Experiment("kv-only-4-blocks", "4 draft layers that start as copies of the target's outer blocks: optimisation "
-                   "or capacity?", ("table2", "beyond"), _blocks(4), "kv", {"init": "layers"}, decisive=True),
+                   "or capacity?", ("table2", "beyond"), _blocks(4), {"init": "layers"}, decisive=True),
         Experiment("hybrid-checkpoint", "both, merged by a gate, from EAGLE-3's checkpoint", ("table3", "table4",
                    "table5"), _with_states("both"), start="eagle3", decisive=True),
         Experiment("eagle3-continued", "EAGLE-3 trained on for as long as the warm-started hybrid",
@@ -84,18 +81,18 @@ def _rows() -> list[Experiment]:
         Experiment("no-prefix-attention", "hidden states without attention to earlier ones: what a single compressed "
                    "vector holds", ("beyond",), lambda target: {**_states(target), "memory": "none"}, decisive=True),
         Experiment("kv-only-2-continued", "the 2-layer KV-only drafter trained on for as long as EAGLE-3 continued",
-                   ("beyond",), _kv(depth=2), "kv", start="kv-only-2"),
+                   ("beyond",), _kv(depth=2), start="kv-only-2"),
         Experiment("no-target-info", "no target information: a one-layer language model", ("table1", "table5"),
-                   lambda target: {}, "kv"),
-        Experiment("head-concat", "target layers as additional heads", ("table1", "table5"), _kv(injection="concat"),
-                   "kv"),
+                   lambda target: {}),
+        Experiment("head-concat", "target layers as additional heads", ("table1", "table5"), _kv(injection="concat")),
         Experiment("linear-projection", "one projection of all target layers, keys as cached", ("table1", "table5"),
-                   _kv(injection="linear"), "kv"),
-        Experiment("kv-only-3", "keys and values reused, 3 draft layers", ("table2", "table5"), _kv(depth=3), "kv"),
+                   _kv(injection="linear")),
+        Experiment("kv-only-3", "keys and values reused, 3 draft layers", ("table2", "table5"), _kv(depth=3)),
         Experiment("kv-only-2-blocks", "2 draft layers that start as copies of the target's first and last block",
-                   ("table2", "beyond"), _blocks(2), "kv", {"init": "layers"}),
+                   ("table2", "beyond"), _blocks(2), {"init": "layers"}),
         Experiment("kv-only-2-outer", "the drafter of kv-only-2-blocks from a random start: what is the start alone "
-                   "worth?", ("beyond",), _blocks(2), "kv"),
+                   "worth?", ("beyond",), _blocks(2)),
+        Experiment("kv-only-4-outer", "the drafter of kv-only-4-blocks from a random start", ("beyond",), _blocks(4)),
         Experiment("eagle3-block", "EAGLE-3 whose layer starts as a copy of the target's last block",
                    ("table2", "beyond"), lambda target: {**_states(target), "qk_norm": target.qk_norm},
                    train={"init": "layers"}),
@@ -107,18 +104,17 @@ def _rows() -> list[Experiment]:
                    _with_states("target"), start="eagle3"),
         Experiment("mtp", "the last hidden state, trained on the first step only, applied recursively", ("fig1b",),
                    lambda target: {"hidden_layers": (target.n_layers,)}, train={"n_steps": 1}),
-        Experiment("kv-layers-4", kv2 + "4 target layers", ("table6",), _kv(4, depth=2), "kv"),
-        Experiment("mlp-projector", kv2 + "an MLP for the projection", ("table6",), _kv(injection="mlp", depth=2),
-                   "kv"),
+        Experiment("kv-layers-4", kv2 + "4 target layers", ("table6",), _kv(4, depth=2)),
+        Experiment("mlp-projector", kv2 + "an MLP for the projection", ("table6",), _kv(injection="mlp", depth=2)),
         Experiment("mlp-projector-norm", kv2 + "an MLP behind a LayerNorm", ("table6",),
-                   _kv(injection="mlp+norm", depth=2), "kv"),
+                   _kv(injection="mlp+norm", depth=2)),
         Experiment("hidden-to-kv", kv2 + "keys and values projected from hidden states", ("table6",),
-                   _kv(injection="hidden", depth=2), "kv"),
-        Experiment("qk-norm", kv2 + "norms on queries and keys", ("table6",), _kv(depth=2, qk_norm=True), "kv"),
-        Experiment("offline-ttt", kv2 + "every step trained from the target's states", ("table6",), _kv(depth=2), "kv",
+                   _kv(injection="hidden", depth=2)),
+        Experiment("qk-norm", kv2 + "norms on queries and keys", ("table6",), _kv(depth=2, qk_norm=True)),
+        Experiment("offline-ttt", kv2 + "every step trained from the target's states", ("table6",), _kv(depth=2),
                    {"offline": True}),
         Experiment("offline-ttt-gradient-50", kv2 + "the same, draft-side W_K and W_V with 50 times the gradient",
-                   ("table6",), _kv(depth=2), "kv", {"offline": True, "kv_gradient": 50.0}),
+                   ("table6",), _kv(depth=2), {"offline": True, "kv_gradient": 50.0}),
     ]
 
 

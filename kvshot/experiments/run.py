@@ -42,9 +42,8 @@ PROBES = "probes.csv.xz"
 
 
 def recipe(base: Profile, name: str, **given) -> TrainConfig:
-    """The profile's recipe with what the experiment's family and the experiment itself change; `given` wins."""
-    e = experiment(name)
-    return checked(TrainConfig, {**base.train.model_dump(), **base.families.get(e.family, {}), **e.train, **given})
+    """The profile's recipe with what the experiment changes; `given` wins."""
+    return checked(TrainConfig, {**base.train.model_dump(), **experiment(name).train, **given})
 
 
 def train(bench: Bench, name: str, folder: str | os.PathLike, config: TrainConfig, *,
