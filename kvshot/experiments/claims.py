@@ -78,25 +78,32 @@ def _printed(row: str, statistic: str) -> float | None:
     return None
 
 
-def _claims() -> list[Claim]:
-    one, two, three = "prediction 1", "prediction 2", "prediction 3"
-    first, last = "alpha_marginal_0", "alpha_marginal_6"
+FIRST, LAST = "alpha_marginal_0", "alpha_marginal_6"
+
+
+def _prediction_1() -> list[Claim]:
+    one: Part = "prediction 1"
     out = [Claim(one, f"{d} draft layer{'s' * (d > 1)} on keys and values keep more of α0 than EAGLE-3",
                  f"kv-only-{d}", "eagle3", "retention", "ours" if d == 1 else "paper") for d in (1, 2, 3, 4)]
     # "visible at k >= 3", says the prediction; in the paper's numbers so it is for three layers and four
     out += [Claim(one, f"{d} draft layer{'s are' if d > 1 else ' is'} ahead of EAGLE-3 at {at}", f"kv-only-{d}",
                   "eagle3", statistic, "ours" if d < 3 else "paper")
-            for statistic, at in (("alpha_marginal_3", "step 3"), (last, "the last step")) for d in (1, 2, 3, 4)]
+            for statistic, at in (("alpha_marginal_3", "step 3"), (LAST, "the last step")) for d in (1, 2, 3, 4)]
     out += [Claim(one, f"from the target's own blocks: the same at the last step, {against}", "kv-only-4-blocks",
-                  row, last, "ours") for row, against in (
+                  row, LAST, "ours") for row, against in (
                       ("eagle3", "against EAGLE-3"), ("eagle3-block", "against EAGLE-3 with such a start"))]
     out += [Claim(one, "trained twice as long, 2 draft layers keep more of α0 than EAGLE-3 trained as long",
                   "kv-only-2-continued", "eagle3-continued", "retention", "ours"),
             Claim(one, "trained twice as long, they are ahead at the last step, too", "kv-only-2-continued",
-                  "eagle3-continued", last, "ours"),
+                  "eagle3-continued", LAST, "ours"),
             Claim(one, "a drafter without target information keeps more of α0 than EAGLE-3", "no-target-info",
                   "eagle3", "retention")]
-    out += [Claim(two, f"draft layer {d} adds to MAT", f"kv-only-{d}", f"kv-only-{d - 1}", "mat") for d in (2, 3, 4)]
+    return out
+
+
+def _prediction_2() -> list[Claim]:
+    two: Part = "prediction 2"
+    out = [Claim(two, f"draft layer {d} adds to MAT", f"kv-only-{d}", f"kv-only-{d - 1}", "mat") for d in (2, 3, 4)]
     out += [Claim(two, "draft layers 3 and 4 together add to MAT", "kv-only-4", "kv-only-2", "mat")]
     out += [Claim(two, f"{d} layers that start as the target's blocks beat {d} that start at random",
                   f"kv-only-{d}-blocks", f"kv-only-{d}", "mat", "ours") for d in (2, 4)]
@@ -105,30 +112,41 @@ def _claims() -> list[Claim]:
               f"kv-only-{d}-blocks", f"kv-only-{d}-outer", "mat", "ours"),
         Claim(two, f"what is read: three middle layers beat the {which}, {d} random layers each",
               f"kv-only-{d}", f"kv-only-{d}-outer", "mat", "ours"))]
-    out += [Claim(two, "four such layers beat two", "kv-only-4-blocks", "kv-only-2-blocks", "mat", "ours"),
-            Claim(two, "EAGLE-3 gains from a start at the target's last block, too", "eagle3-block", "eagle3", "mat",
+    out += [Claim(two, f"four layers that start {how} beat two", f"kv-only-4-{kind}", f"kv-only-2-{kind}", "mat",
+                  "ours")
+            for kind, how in (("blocks", "as the target's blocks"), ("outer", "at random and read these blocks"))]
+    out += [Claim(two, "EAGLE-3 gains from a start at the target's last block, too", "eagle3-block", "eagle3", "mat",
                   "ours")]
-    out += [Claim(three, f"EAGLE-3 is ahead of {d} draft layer{'s' * (d > 1)} on keys and values at the first step",
-                  "eagle3", f"kv-only-{d}", first) for d in (1, 2, 3, 4)]
+    return out
+
+
+def _prediction_3() -> list[Claim]:
+    three: Part = "prediction 3"
+    out = [Claim(three, f"EAGLE-3 is ahead of {d} draft layer{'s' * (d > 1)} on keys and values at the first step",
+                  "eagle3", f"kv-only-{d}", FIRST) for d in (1, 2, 3, 4)]
     out += [Claim(three, f"it is ahead of {d} layer{'s' * (d > 1)} at step 1", "eagle3", f"kv-only-{d}",
                   "alpha_marginal_1") for d in (1, 2)]
     out += [Claim(three, "trained twice as long, EAGLE-3 is ahead of 2 layers trained as long at the first step",
-                  "eagle3-continued", "kv-only-2-continued", first, "ours")]
+                  "eagle3-continued", "kv-only-2-continued", FIRST, "ours")]
     out += [Claim(three, f"{who} is ahead of layers that start as the target's blocks at the first step", row,
-                  "kv-only-4-blocks", first, "ours") for row, who in (
+                  "kv-only-4-blocks", FIRST, "ours") for row, who in (
                       ("eagle3", "EAGLE-3"), ("eagle3-block", "EAGLE-3 with such a start"))]
-    out += [Claim("hybrid", text, a, b, s, whose) for text, a, b, s, whose in (
+    return out
+
+
+def _hybrid_and_rest() -> list[Claim]:
+    out = [Claim("hybrid", text, a, b, s, whose) for text, a, b, s, whose in (
         ("the hybrid from EAGLE-3's checkpoint, so trained twice as long, is ahead of EAGLE-3", "hybrid-checkpoint",
          "eagle3", "mat", "paper"),
         ("it is ahead of EAGLE-3 trained as long", "hybrid-checkpoint", "eagle3-continued", "mat", "ours"),
-        ("it is ahead of EAGLE-3 trained as long at the last step", "hybrid-checkpoint", "eagle3-continued", last,
+        ("it is ahead of EAGLE-3 trained as long at the last step", "hybrid-checkpoint", "eagle3-continued", LAST,
          "ours"),
         ("training on helps EAGLE-3 by itself", "eagle3-continued", "eagle3", "mat", "ours"),
         ("the hybrid from a random start is ahead of EAGLE-3", "hybrid-random", "eagle3", "mat", "paper"),
         ("the checkpoint, and the training in it, helps the hybrid", "hybrid-checkpoint", "hybrid-random", "mat",
          "paper"),
         ("EAGLE-3 is ahead of cross-attention alone", "eagle3", "cross-only-random", "mat", "paper"),
-        ("at the last step, too", "eagle3", "cross-only-random", last, "paper"),
+        ("at the last step, too", "eagle3", "cross-only-random", LAST, "paper"),
         ("EAGLE-3's own attention beside it helps: hybrid ahead of cross-attention alone, both from the checkpoint",
          "hybrid-checkpoint", "cross-only-checkpoint", "mat", "paper"))]
     # what the paper calls "offline" is milder than ours, and of x50 and QK-norm it says that they hardly matter
@@ -154,7 +172,7 @@ def _claims() -> list[Claim]:
     return out
 
 
-CLAIMS: tuple[Claim, ...] = tuple(_claims())
+CLAIMS: tuple[Claim, ...] = (*_prediction_1(), *_prediction_2(), *_prediction_3(), *_hybrid_and_rest())
 
 
 def judge(claim: Claim, campaign: Campaign, *, domain: str = "held_out") -> Finding:
