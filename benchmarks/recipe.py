@@ -2,7 +2,7 @@
 
     python benchmarks/recipe.py results/choices/laptop-eagle3.json eagle3
     python benchmarks/recipe.py results/choices/laptop-kv-only-2.json kv-only-2
-    python benchmarks/recipe.py results/choices/laptop-eagle3-whole.json eagle3 laptop 2048000 "lr 2e-3"
+    python benchmarks/recipe.py results/choices/laptop-eagle3-whole.json eagle3 laptop 2048000 "lr 2e-3" "lr 5e-4"
 
 Every run sees as many tokens as 100 steps of the laptop profile have, or as many as are given; only what its name says
 differs from the profile's recipe. Names behind the number of tokens: of the choices, these only. The validation split
