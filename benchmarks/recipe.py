@@ -47,8 +47,10 @@ CHOICES = {
 
 
 def main(out: str, experiment: str, profile_name: str = "laptop", tokens: str = "204800", *only: str) -> None:
+    if experiment not in CHOICES:
+        raise SystemExit(f"no choices for {experiment!r}: choose {', '.join(CHOICES)}")
     if unknown := {*only} - {*CHOICES[experiment]}:
-        raise SystemExit(f"unknown {', '.join(sorted(unknown))}: choose {', '.join(CHOICES[experiment])}")
+        raise SystemExit(f"unknown choice {', '.join(sorted(unknown))}: choose {', '.join(CHOICES[experiment])}")
     chosen = profile(profile_name)
     bench, path = Bench(chosen, experiments=[experiment]), Path(out)
     base = recipe(chosen, experiment)

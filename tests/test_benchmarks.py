@@ -27,3 +27,13 @@ def test_speed_measures_all_that_it_names(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == ["capture", "TTT step, K = 7", "generation, 3 rows"]
     assert all("tokens/s; " in line for line in printed)
+
+
+@pytest.mark.parametrize(("experiment", "choice", "said"), [
+    ("mtp", "lr 2e-3", "no choices for 'mtp': choose eagle3, kv-only-2"),
+    ("eagle3", "lr 9", "unknown choice lr 9: choose as chosen, "),
+])
+def test_a_recipe_trial_that_does_not_exist_is_refused(tmp_path, experiment, choice, said):
+    with pytest.raises(SystemExit, match=said):
+        importlib.import_module("benchmarks.recipe").main(tmp_path / "out.json", experiment, "smoke", "2048", choice)
+    assert not any(tmp_path.iterdir())
